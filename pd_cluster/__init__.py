@@ -1,0 +1,3 @@
+"""Prefill-decode disaggregated LLM serving on Ray, with a radix KV cache on both sides."""
+
+__version__ = "0.1.0"
