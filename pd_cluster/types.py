@@ -1,0 +1,305 @@
+"""What the processes of a cluster say to each other.
+
+Every message is a frozen struct, sent as bytes (`encode`) and checked when it arrives (`decode`): a message that
+does not fit raises WireError and harms nobody. Lengths count tokens unless the name says pages; times are seconds,
+always durations, never another process's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pd_cluster.errors import WireError
+
+IntArray = npt.NDArray[np.int32]
+
+Role = Literal["prefill", "decode"]
+Route = Literal["remote"]
+FinishReason = Literal["stop", "length"]
+# How an attempt ended. `refused`, `retracted` and `failed` are tried again by the gateway.
+Outcome = Literal["finished", "aborted", "refused", "retracted", "failed"]
+
+
+class WorkerId(msgspec.Struct, frozen=True, order=True):
+    """A worker process: its actor's name and which life of that actor it is."""
+
+    name: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.incarnation}"
+
+
+class AttemptId(msgspec.Struct, frozen=True, order=True):
+    """One try at a request."""
+
+    request: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.request}#{self.number}"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a sequence ends.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing; `max_tokens` counts the whole answer, over
+    all attempts; `seed` is always set (the gateway picks one where the client did not).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a prompt came from; the fields sum to the prompt's length (invariant 6)."""
+
+    computed: int = 0
+    prefill_hit: int = 0
+    decode_hit: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.prefill_hit + self.decode_hit
+
+
+# --- gateway → coordinator -------------------------------------------------------------------------------------
+
+
+class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks where an attempt shall run. Asking again for the same attempt gives the same answer."""
+
+    attempt: AttemptId
+    gateway: str
+    prompt_len: int
+    max_tokens: int
+    timeout_s: float
+    priority: int = 0
+    # An attempt that goes on with a request of which the client already has tokens: it goes first.
+    resumed: bool = False
+    # Decode workers that have just refused or lost this request.
+    avoid: tuple[WorkerId, ...] = ()
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    attempt: AttemptId
+    prefill: WorkerId
+    decode: WorkerId
+    route: Route = "remote"
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator will not place the attempt; `status` is the HTTP status for the client."""
+
+    attempt: AttemptId
+    status: Literal[400, 429, 503, 504]
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The gateway tells the coordinator that an attempt holds no capacity any more."""
+
+    attempt: AttemptId
+    outcome: Outcome
+
+
+# --- worker → coordinator --------------------------------------------------------------------------------------
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker's heartbeat: what it is, and how loaded. The first one is its registration.
+
+    `signature` is what workers must agree on to exchange pages: names to values, compared key by key.
+    """
+
+    worker: WorkerId
+    role: Role
+    signature: dict[str, str]
+    capacity: int
+    available: int
+    running: int
+    waiting: int
+    attempts: tuple[AttemptId, ...] = ()
+
+
+class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`error` says why a worker may not take part (it differs from the others), else None."""
+
+    error: str | None = None
+
+
+# --- gateway → decode worker -----------------------------------------------------------------------------------
+
+
+class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Starts an attempt on a decode worker.
+
+    `tokens` is int32 little-endian: the prompt (`prompt_len` tokens) and what earlier attempts have already given to
+    the client. `timeout_s` is what is left of the request's time.
+    """
+
+    attempt: AttemptId
+    gateway: str
+    prefill: WorkerId
+    tokens: bytes
+    prompt_len: int
+    params: SamplingParams
+    timeout_s: float
+    namespace: str | None = None
+    priority: int = 0
+
+
+class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    attempt: AttemptId
+
+
+# --- decode worker → prefill worker ----------------------------------------------------------------------------
+
+
+class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A reservation, handed to the prefill worker.
+
+    `pages` (int32 little-endian) are decode's pages for the tokens from `resident` on, in order; `resident` is a
+    multiple of the page size. `agent` is decode's transfer metadata.
+    """
+
+    attempt: AttemptId
+    decode: WorkerId
+    agent: bytes
+    tokens: bytes
+    params: SamplingParams
+    resident: int
+    pages: bytes
+    timeout_s: float
+    namespace: str | None = None
+    priority: int = 0
+
+
+class AbortPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop working for an attempt, and answer PrefillAborted when nothing of it can land any more."""
+
+    attempt: AttemptId
+    decode: WorkerId
+
+
+# --- prefill worker → decode worker (transfer notifications) ---------------------------------------------------
+
+
+class PagesWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`count` of the reservation's pages, from its page `first` on, are in decode's memory."""
+
+    attempt: AttemptId
+    first: int
+    count: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first token, sent as soon as it is known; pages may still be on their way."""
+
+    attempt: AttemptId
+    token: int
+    sources: Sources
+    queue_s: float
+    prefill_s: float
+
+
+class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The prefill ended without a first token, and nothing of it can land any more."""
+
+    attempt: AttemptId
+    reason: str
+
+
+class PrefillAborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to AbortPrefill: nothing of the attempt can land any more."""
+
+    attempt: AttemptId
+
+
+# --- decode worker → gateway -----------------------------------------------------------------------------------
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave one attempt.
+
+    `finish_reason` is set with `outcome` "finished"; `message` explains every other outcome. `resident` is the part
+    of the prompt that decode held when it reserved. `sources` come with the first token.
+    """
+
+    attempt: AttemptId
+    tokens: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    finish_reason: FinishReason | None = None
+    message: str = ""
+    resident: int = 0
+    sources: Sources | None = None
+
+
+class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One message per step and gateway."""
+
+    worker: WorkerId
+    outputs: tuple[Output, ...]
+
+
+Message = (
+    PlaceRequest
+    | Placement
+    | Rejection
+    | AttemptEnded
+    | WorkerReport
+    | ReportReply
+    | StartAttempt
+    | CancelAttempt
+    | StartPrefill
+    | AbortPrefill
+    | PagesWritten
+    | FirstToken
+    | PrefillFailed
+    | PrefillAborted
+    | OutputBatch
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+T = TypeVar("T")
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, expected: type[T] | tuple[type[T], ...]) -> T:
+    """The message in `data`; WireError if it is none, or none of the `expected` types."""
+    try:
+        message: Any = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of this version: {error}") from error
+    if not isinstance(message, expected):
+        types = expected if isinstance(expected, tuple) else (expected,)
+        names = ", ".join(each.__name__ for each in types)
+        raise WireError(f"unexpected {type(message).__name__}; expected {names}")
+    return message
+
+
+def pack_ints(values: npt.ArrayLike) -> bytes:
+    """int32 little-endian bytes of a list or array of token or page ids."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack_ints(data: bytes) -> IntArray:
+    if len(data) % 4:
+        raise WireError(f"an int32 array of {len(data)} bytes")
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)
