@@ -1,0 +1,40 @@
+"""Kernels of the model's forward pass over paged KV memory.
+
+Every operation is a file here with its plain torch reference and, where it is compiled, a source of
+the same name in `csrc`. The backend is chosen by device in `registry`.
+"""
+
+from __future__ import annotations
+
+from pd_kernels.decode_attention import decode_attention, decode_attention_reference
+from pd_kernels.linear import PackedLinear, linear_reference
+from pd_kernels.page_write import page_write, page_write_reference
+from pd_kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from pd_kernels.rms_norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from pd_kernels.rope import rope, rope_cos_sin, rope_reference
+from pd_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+
+__all__ = [
+    "PackedLinear",
+    "decode_attention",
+    "decode_attention_reference",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_reference",
+    "linear_reference",
+    "page_write",
+    "page_write_reference",
+    "prefill_attention",
+    "prefill_attention_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope",
+    "rope_cos_sin",
+    "rope_reference",
+    "silu_and_mul",
+    "silu_and_mul_reference",
+]

@@ -1,0 +1,68 @@
+"""Which implementation of an operation runs on which device: the one place where that is decided.
+
+An operation registers its plain torch reference and, by backend name, a loader for each faster
+implementation. A loader returns the implementation, or raises `BackendUnavailable` (no compiler, no
+such package); then the next backend of the device is tried, and the reference is last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+REFERENCE = "torch"
+
+# Backends of a device, best first. A new backend is one more name here and one loader in each op.
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend cannot run in this process; the message says why."""
+
+
+class Op(Generic[F]):
+    """One operation and its implementations.
+
+    `on(device_type)` gives the implementation to call; it is resolved at the first use and then
+    costs one dictionary lookup.
+    """
+
+    def __init__(
+        self, name: str, reference: F, loaders: Mapping[str, Callable[[], F]] | None = None
+    ) -> None:
+        self.name = name
+        self.reference = reference
+        self._loaders = dict(loaders or {})
+        self._resolved: dict[str, F] = {}
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device_type: str) -> F:
+        """The implementation for tensors on `device_type` ("cpu", "cuda", ...)."""
+        implementation = self._resolved.get(device_type)
+        return implementation if implementation is not None else self._resolve(device_type)
+
+    def backend(self, device_type: str) -> str:
+        """The name of the backend that `on(device_type)` uses; "torch" is the reference."""
+        self.on(device_type)
+        return self._names[device_type]
+
+    def _resolve(self, device_type: str) -> F:
+        with self._lock:
+            if device_type not in self._resolved:
+                name, implementation = self._best(device_type)
+                self._names[device_type] = name
+                self._resolved[device_type] = implementation
+            return self._resolved[device_type]
+
+    def _best(self, device_type: str) -> tuple[str, F]:
+        for name in _PREFERENCE.get(device_type, ()):
+            if name in self._loaders:
+                try:
+                    return name, self._loaders[name]()
+                except BackendUnavailable:
+                    continue  # whoever raised it has logged the reason, once for all ops
+        return REFERENCE, self.reference
