@@ -1,7 +1,7 @@
 """The configuration of a cluster: one YAML file, validated whole at start.
 
-Precedence: command line, then `--set key=value`, then the file, then the defaults below. Keys that SGLang's users
-know keep SGLang's names.
+Precedence: command line, then `--set key=value`, then the file, then the defaults below. Keys that
+SGLang's users know keep SGLang's names.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def load_config(
 ) -> Config:
     """The validated configuration.
 
-    `settings` are `key=value` strings (dotted keys reach into sections, values are YAML); `overrides` are top-level
-    keys from the command line, None meaning not given. Raises ConfigError naming the key and what is allowed.
+    `settings` are `key=value` strings (dotted keys reach into sections, values are YAML);
+    `overrides` are top-level keys from the command line, None meaning not given. Raises
+    ConfigError naming the key and what is allowed.
     """
     path = path or default_config_path()
     try:

@@ -5,7 +5,7 @@ PdClusterError
 ├── ModelError                a model folder, file or id cannot be served (exit code 2)
 ├── StartError                the cluster cannot start: port taken, Ray not reachable (exit code 2)
 ├── WireError                 a message from another process cannot be understood
-├── InvalidTransition         a state machine was asked for an illegal move (our bug); carries the story
+├── InvalidTransition         an illegal move of a state machine (our bug); carries the story
 └── RequestError              one request cannot be served; carries an HTTP status
     ├── BadRequest            400, names the parameter
     ├── NotFound              404
@@ -54,7 +54,8 @@ class InvalidTransition(PdClusterError):
 class RequestError(PdClusterError):
     """One request cannot be served.
 
-    `param` names the request field at fault, `code` is a short machine-readable word, as in OpenAI's errors.
+    `param` names the request field at fault, `code` is a short machine-readable word, as in
+    OpenAI's errors.
     """
 
     status = 500

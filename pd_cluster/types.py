@@ -1,8 +1,8 @@
 """What the processes of a cluster say to each other.
 
-Every message is a frozen struct, sent as bytes (`encode`) and checked when it arrives (`decode`): a message that
-does not fit raises WireError and harms nobody. Lengths count tokens unless the name says pages; times are seconds,
-always durations, never another process's clock.
+Every message is a frozen struct, sent as bytes (`encode`) and checked when it arrives (`decode`):
+a message that does not fit raises WireError and harms nobody. Lengths count tokens unless the name
+says pages; times are seconds, always durations, never another process's clock.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class AttemptId(msgspec.Struct, frozen=True, order=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a sequence ends.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing; `max_tokens` counts the whole answer, over
-    all attempts; `seed` is always set (the gateway picks one where the client did not).
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing; `max_tokens` counts the
+    whole answer, over all attempts; `seed` is always set (the gateway picks one where the client
+    did not).
     """
 
     max_tokens: int
@@ -72,7 +73,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill_hit + self.decode_hit
 
 
-# --- gateway → coordinator -------------------------------------------------------------------------------------
+# --- gateway → coordinator ------------------------------------------------------------------------
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -114,13 +115,14 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     outcome: Outcome
 
 
-# --- worker → coordinator --------------------------------------------------------------------------------------
+# --- worker → coordinator -------------------------------------------------------------------------
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker's heartbeat: what it is, and how loaded. The first one is its registration.
 
-    `signature` is what workers must agree on to exchange pages: names to values, compared key by key.
+    `signature` is what workers must agree on to exchange pages: names to values, compared key by
+    key.
     """
 
     worker: WorkerId
@@ -139,14 +141,14 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str | None = None
 
 
-# --- gateway → decode worker -----------------------------------------------------------------------------------
+# --- gateway → decode worker ----------------------------------------------------------------------
 
 
 class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Starts an attempt on a decode worker.
 
-    `tokens` is int32 little-endian: the prompt (`prompt_len` tokens) and what earlier attempts have already given to
-    the client. `timeout_s` is what is left of the request's time.
+    `tokens` is int32 little-endian: the prompt (`prompt_len` tokens) and what earlier attempts
+    have already given to the client. `timeout_s` is what is left of the request's time.
     """
 
     attempt: AttemptId
@@ -164,14 +166,14 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attempt: AttemptId
 
 
-# --- decode worker → prefill worker ----------------------------------------------------------------------------
+# --- decode worker → prefill worker ---------------------------------------------------------------
 
 
 class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A reservation, handed to the prefill worker.
 
-    `pages` (int32 little-endian) are decode's pages for the tokens from `resident` on, in order; `resident` is a
-    multiple of the page size. `agent` is decode's transfer metadata.
+    `pages` (int32 little-endian) are decode's pages for the tokens from `resident` on, in order;
+    `resident` is a multiple of the page size. `agent` is decode's transfer metadata.
     """
 
     attempt: AttemptId
@@ -187,13 +189,15 @@ class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop working for an attempt, and answer PrefillAborted when nothing of it can land any more."""
+    """Stop working for an attempt, and answer PrefillAborted when nothing of it can land any
+    more.
+    """
 
     attempt: AttemptId
     decode: WorkerId
 
 
-# --- prefill worker → decode worker (transfer notifications) ---------------------------------------------------
+# --- prefill worker → decode worker (transfer notifications) --------------------------------------
 
 
 class PagesWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -227,14 +231,15 @@ class PrefillAborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attempt: AttemptId
 
 
-# --- decode worker → gateway -----------------------------------------------------------------------------------
+# --- decode worker → gateway ----------------------------------------------------------------------
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave one attempt.
 
-    `finish_reason` is set with `outcome` "finished"; `message` explains every other outcome. `resident` is the part
-    of the prompt that decode held when it reserved. `sources` come with the first token.
+    `finish_reason` is set with `outcome` "finished"; `message` explains every other outcome.
+    `resident` is the part of the prompt that decode held when it reserved. `sources` come with the
+    first token.
     """
 
     attempt: AttemptId

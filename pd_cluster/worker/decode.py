@@ -1,0 +1,476 @@
+"""The decode role, pure: attempts from their reservation to their last token.
+
+    seq.pages   [ resident: the tree's, locked │ the reservation: in flight │ grown while decoding ]
+                0                     first_page                   prompt pages
+    after join  [ the prompt's full pages: the tree's, locked  │ tail and answer: private          ]
+
+A page of a reservation is in flight from the moment that prefill is told of it until all pages
+have been confirmed, or prefill has said (or died so) that nothing can land any more. Until then it
+is never freed, whatever became of the request: such a sequence is `closing` or `draining`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+
+from pd_cluster.cache.node import Node
+from pd_cluster.cache.page_pool import OutOfPages
+from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.states import Tracked, Transitions
+from pd_cluster.types import (
+    AbortPrefill,
+    AttemptId,
+    CancelAttempt,
+    FinishReason,
+    FirstToken,
+    IntArray,
+    Outcome,
+    Output,
+    PagesWritten,
+    PrefillAborted,
+    PrefillFailed,
+    StartAttempt,
+    StartPrefill,
+    WorkerId,
+    pack_ints,
+    unpack_ints,
+)
+from pd_cluster.worker.instructions import Deliver, Instruction, Row, Send
+from pd_cluster.worker.prefill import WAIT_FOR_PREFIX, common_prefix
+
+SequenceState = Literal["awaiting", "reserved", "landing", "running", "closing", "draining", "done"]
+
+SEQUENCE_TRANSITIONS: Transitions[SequenceState] = {
+    ("awaiting", "reserved"): "pages reserved, prefill asked",
+    ("awaiting", "done"): "refused, cancelled or out of time",
+    ("reserved", "landing"): "first token is here, pages are not",
+    ("reserved", "running"): "first token and all pages are here",
+    ("reserved", "closing"): "ended with its first token, pages are not here",
+    ("reserved", "draining"): "cancelled or failed while pages may land",
+    ("reserved", "done"): "ended, and nothing can land any more",
+    ("landing", "running"): "all pages are here",
+    ("landing", "draining"): "cancelled or failed while pages may land",
+    ("landing", "done"): "prefill worker failed or died",
+    ("running", "done"): "finished, cancelled or retracted",
+    ("closing", "draining"): "the pages did not come in time",
+    ("closing", "done"): "all pages are here, or none can come any more",
+    ("draining", "done"): "nothing can land any more",
+}
+
+# Pages that a new reservation leaves for each running sequence to grow into, in tokens.
+GROWTH_TOKENS = 16
+
+
+class Sequence(Tracked[SequenceState]):
+    """One attempt. `tokens[:kv_len]` have their KV in `pages`."""
+
+    def __init__(self, request: StartAttempt, now: float) -> None:
+        super().__init__(f"attempt {request.attempt}", "awaiting", SEQUENCE_TRANSITIONS, now)
+        self.request = request
+        start = unpack_ints(request.tokens)
+        self._tokens = np.empty(len(start) + 64, np.int32)
+        self._tokens[: len(start)] = start
+        self.length = self.start_len = len(start)
+        self.deadline = self.request_deadline = now + request.timeout_s
+        self.awaits: AttemptId | None = None
+        self.node: Node | None = None
+        self._pages = np.empty(0, np.int32)
+        self.num_pages = 0
+        self.resident = 0  # prompt tokens that were here when the pages were reserved
+        self.first_page = 0  # where the reservation begins
+        self.published = 0  # pages of the table that the tree owns
+        self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
+        self.kv_len = 0
+        self.first: FirstToken | None = None
+
+    @property
+    def attempt(self) -> AttemptId:
+        return self.request.attempt
+
+    @property
+    def tokens(self) -> IntArray:
+        return self._tokens[: self.length]
+
+    @property
+    def pages(self) -> IntArray:
+        return self._pages[: self.num_pages]
+
+    @property
+    def reserved_pages(self) -> IntArray:
+        return self.pages[self.first_page :]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return self.length - self.request.prompt_len
+
+    def append(self, token: int) -> None:
+        if self.length == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(self.length, np.int32)])
+        self._tokens[self.length] = token
+        self.length += 1
+
+    def grow(self, pages: IntArray) -> None:
+        needed = self.num_pages + len(pages)
+        if needed > len(self._pages):
+            bigger = np.empty(max(needed, 2 * len(self._pages)), np.int32)
+            bigger[: self.num_pages] = self.pages
+            self._pages = bigger
+        self._pages[self.num_pages : needed] = pages
+        self.num_pages = needed
+
+    def set_pages(self, pages: IntArray) -> None:
+        self._pages, self.num_pages = pages.copy(), len(pages)
+
+
+class DecodeSequences:
+    """All attempts of one worker."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        worker: WorkerId,
+        agent: bytes,
+        eos_token_ids: Iterable[int],
+        max_running: int,
+        prefill_s: float,
+        transfer_s: float,
+        drain_s: float,
+    ) -> None:
+        self.cache = cache
+        self.page_size = cache.page_size
+        self.worker = worker
+        self.agent = agent
+        self.eos = frozenset(eos_token_ids)
+        self.max_running = max_running
+        self.prefill_s = prefill_s
+        self.transfer_s = transfer_s
+        self.drain_s = drain_s
+        self.sequences: OrderedDict[AttemptId, Sequence] = OrderedDict()
+        # Counters for metrics and for the accounts of the tests.
+        self.reserved_pages = 0
+        self.resident_pages = 0
+        self.generated_tokens = 0
+        self.retractions = 0
+        self.retracted_tokens = 0
+
+    # --- events ---
+
+    def start(self, request: StartAttempt, now: float) -> list[Instruction]:
+        if request.attempt in self.sequences:
+            return []
+        seq = Sequence(request, now)
+        if len(self.sequences) >= self.max_running:
+            seq.move("done", now, "refused: full")
+            return [self._end_output(seq, "refused", f"{self.worker} runs {self.max_running}")]
+        self.sequences[request.attempt] = seq
+        return self._reserve_or_await(seq, now)
+
+    def cancel(self, request: CancelAttempt, now: float) -> list[Instruction]:
+        seq = self.sequences.get(request.attempt)
+        if seq is None or seq.state in ("closing", "draining"):
+            return []
+        return self._abandon(seq, now, "cancelled")
+
+    def gateway_lost(self, gateway: str, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for seq in [seq for seq in self.sequences.values() if seq.request.gateway == gateway]:
+            out += self.cancel(CancelAttempt(attempt=seq.attempt), now)
+        return out
+
+    def pages_written(self, message: PagesWritten, now: float) -> list[Instruction]:
+        seq = self._receiving(message.attempt)
+        if seq is None:
+            return []
+        seq.landed[message.first : message.first + message.count] = True
+        return self._landed(seq, now) if seq.landed.all() else []
+
+    def first_token(self, message: FirstToken, now: float) -> list[Instruction]:
+        seq = self.sequences.get(message.attempt)
+        if seq is None or seq.state != "reserved":
+            return []
+        seq.first = message
+        seq.append(message.token)
+        self.generated_tokens += 1
+        finish = self._finish_reason(seq)
+        output = Output(
+            attempt=seq.attempt,
+            tokens=(message.token,),
+            outcome="finished" if finish else None,
+            finish_reason=finish,
+            resident=seq.resident,
+            sources=message.sources,
+        )
+        out: list[Instruction] = [Deliver(seq.request.gateway, output)]
+        if not seq.landed.all():
+            seq.deadline = min(seq.deadline, now + self.transfer_s)
+            seq.move("closing" if finish else "landing", now)
+            return out
+        if finish:
+            self._take_in(seq, now)
+            return out + self._leave(seq, now, "finished with its first token")
+        return out + self._join(seq, now)
+
+    def prefill_failed(self, message: PrefillFailed, now: float) -> list[Instruction]:
+        seq = self._receiving(message.attempt)
+        return [] if seq is None else self._nothing_lands(seq, now, message.reason)
+
+    def prefill_aborted(self, message: PrefillAborted, now: float) -> list[Instruction]:
+        seq = self._receiving(message.attempt)
+        return [] if seq is None else self._nothing_lands(seq, now, "prefill aborted")
+
+    def peer_lost(self, worker: WorkerId, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for seq in list(self.sequences.values()):
+            if seq.request.prefill == worker and seq.state not in ("awaiting", "running", "done"):
+                out += self._nothing_lands(seq, now, f"prefill worker {worker} lost")
+        return out
+
+    def tick(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for seq in [seq for seq in self.sequences.values() if now >= seq.deadline]:
+            if seq.state == "draining":
+                # Prefill has not answered: ask again. The pages stay where they are until it does,
+                # or is known dead.
+                seq.deadline = now + self.drain_s
+                out.append(self._abort_prefill(seq))
+            elif seq.state == "closing":
+                out += self._drain(seq, now, "pages did not come in time")
+            else:
+                message = f"deadline passed while {seq.state}"
+                out.append(self._end_output(seq, "failed", message))
+                out += self._abandon(seq, now, message)
+        return out
+
+    # --- steps ---
+
+    def plan(self, now: float) -> tuple[list[Row], list[Instruction]]:
+        """One row for each running sequence that has a page for its next token; retracts some if
+        there are not enough pages."""
+        out: list[Instruction] = []
+        while True:
+            running = [seq for seq in self.sequences.values() if seq.state == "running"]
+            short = [seq for seq in running if seq.kv_len == seq.num_pages * self.page_size]
+            try:
+                fresh = self.cache.allocate(len(short), now=now)
+                break
+            except OutOfPages:
+                if len(running) == 1 and any(
+                    seq.state in ("reserved", "landing", "closing", "draining")
+                    for seq in self.sequences.values()
+                ):
+                    return [], out  # their pages come back, or they become victims themselves
+                victim = min(running, key=lambda seq: (seq.num_output, -seq.request.prompt_len))
+                self.retractions += 1
+                self.retracted_tokens += victim.kv_len
+                message = "retracted: out of KV pages"
+                out.append(self._end_output(victim, "retracted", message))
+                out += self._leave(victim, now, message)
+        for seq, page in zip(short, fresh, strict=True):
+            seq.grow(np.array([page], np.int32))
+        rows = [
+            Row(
+                attempt=seq.attempt,
+                tokens=seq.tokens[seq.kv_len :],
+                start=seq.kv_len,
+                pages=seq.pages,
+                sampling=seq.request.params,
+            )
+            for seq in running
+        ]
+        return rows, out
+
+    def computed_row(self, row: Row, token: int, now: float) -> list[Instruction]:
+        seq = self.sequences.get(row.attempt)
+        if seq is None or seq.state != "running":
+            return []
+        seq.kv_len = row.end
+        seq.append(token)
+        self.generated_tokens += 1
+        finish = self._finish_reason(seq)
+        output = Output(
+            attempt=seq.attempt,
+            tokens=(token,),
+            outcome="finished" if finish else None,
+            finish_reason=finish,
+            resident=seq.resident,
+        )
+        out: list[Instruction] = [Deliver(seq.request.gateway, output)]
+        return out + self._leave(seq, now, "finished") if finish else out
+
+    def count(self, *states: SequenceState) -> int:
+        return sum(seq.state in states for seq in self.sequences.values())
+
+    def validate(self) -> None:
+        for seq in self.sequences.values():
+            assert seq.state != "done"
+            assert (seq.node is None) == (seq.state == "awaiting")
+            assert seq.kv_len <= seq.num_pages * self.page_size
+            if seq.state == "running":
+                assert seq.length == seq.kv_len + 1
+            if seq.awaits is not None:
+                assert seq.state == "awaiting"
+                assert seq.awaits in self.sequences
+
+    # --- within ---
+
+    def _receiving(self, attempt: AttemptId) -> Sequence | None:
+        """The sequence, if pages of it may be in flight; messages for any other are too late."""
+        seq = self.sequences.get(attempt)
+        return seq if seq and seq.state in ("reserved", "landing", "closing", "draining") else None
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        params, token = seq.request.params, int(seq.tokens[-1])
+        if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
+            return "stop"
+        return "length" if seq.num_output >= params.max_tokens else None
+
+    def _reserve_or_await(self, seq: Sequence, now: float) -> list[Instruction]:
+        """Reserves, unless a long part of the prompt is on its way here for another sequence."""
+        namespace = seq.request.namespace
+        start = seq.tokens[: seq.start_len]
+        match = self.cache.match(start, namespace, now=now, count_hit=False)
+        for other in self.sequences.values():
+            if other.state not in ("reserved", "landing", "closing"):
+                continue
+            if other.request.namespace != namespace:
+                continue
+            shared = common_prefix(start, other.tokens[: other.start_len])
+            if shared - match.length >= WAIT_FOR_PREFIX:
+                seq.awaits = other.attempt
+                return []
+        seq.awaits = None
+        return self._reserve(seq, now)
+
+    def _reserve(self, seq: Sequence, now: float) -> list[Instruction]:
+        size, total = self.page_size, seq.start_len
+        start = seq.tokens[:total]
+        match = self.cache.match(start, seq.request.namespace, now=now, count_hit=False)
+        self.cache.lock(match.node)
+        needed = -(-total // size) - match.length // size
+        growth = -(-GROWTH_TOKENS // size) * self.count("reserved", "landing", "running")
+        try:
+            if growth and needed + growth > self.cache.available():
+                raise OutOfPages(needed + growth, self.cache.available())
+            fresh = self.cache.allocate(needed, now=now)
+        except OutOfPages as error:
+            self.cache.unlock(match.node)
+            del self.sequences[seq.attempt]
+            seq.resident = match.length
+            seq.move("done", now, "refused: no pages")
+            return [self._end_output(seq, "refused", str(error))]
+        self.cache.match(start, seq.request.namespace, now=now, count_hit=True)
+        seq.node = match.node
+        seq.set_pages(np.concatenate([match.pages, fresh]))
+        seq.first_page = seq.published = match.length // size
+        seq.resident = match.length
+        seq.landed = np.zeros(len(fresh), np.bool_)
+        self.cache.pool.begin_flight(seq.reserved_pages)
+        self.reserved_pages += len(fresh)
+        self.resident_pages += len(match.pages)
+        seq.move("reserved", now)
+        request = StartPrefill(
+            attempt=seq.attempt,
+            decode=self.worker,
+            agent=self.agent,
+            tokens=pack_ints(start),
+            params=seq.request.params,
+            resident=match.length,
+            pages=pack_ints(fresh),
+            timeout_s=min(self.prefill_s, max(0.0, seq.deadline - now)),
+            namespace=seq.request.namespace,
+            priority=seq.request.priority,
+        )
+        return [Send(seq.request.prefill, request)]
+
+    def _landed(self, seq: Sequence, now: float) -> list[Instruction]:
+        """The last page of the reservation is here."""
+        if seq.state == "landing":
+            return self._join(seq, now)
+        if seq.state == "reserved":
+            return []  # the first token is still to come
+        self._take_in(seq, now)  # closing or draining: its pages are good for others
+        return self._leave(seq, now, "all pages are here")
+
+    def _join(self, seq: Sequence, now: float) -> list[Instruction]:
+        seq.deadline = seq.request_deadline
+        self._take_in(seq, now)
+        seq.move("running", now)
+        return self._wake(seq, now)
+
+    def _take_in(self, seq: Sequence, now: float) -> None:
+        """All pages of the prompt are here: they end their flight and enter the tree."""
+        self.cache.pool.end_flight(seq.reserved_pages)
+        seq.first_page = seq.num_pages
+        seq.kv_len = seq.start_len
+        self._publish(seq, now)
+
+    def _publish(self, seq: Sequence, now: float) -> None:
+        full = seq.kv_len // self.page_size
+        if full <= seq.published:
+            return
+        published = self.cache.publish(
+            seq.tokens[: full * self.page_size],
+            seq.pages[:full],
+            seq.request.namespace,
+            now=now,
+            priority=seq.request.priority,
+        )
+        seq.pages[:full] = published.pages
+        seq.published = published.length // self.page_size
+        assert seq.node is not None
+        self.cache.move_lock(seq.node, published.node)
+        seq.node = published.node
+
+    def _abandon(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
+        """Ends a sequence whose client wants no more of it."""
+        if seq.state in ("reserved", "landing"):
+            return self._drain(seq, now, why)
+        return self._leave(seq, now, why)
+
+    def _drain(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
+        seq.move("draining", now, why)
+        seq.deadline = now + self.drain_s
+        return [self._abort_prefill(seq), *self._wake(seq, now)]
+
+    def _abort_prefill(self, seq: Sequence) -> Instruction:
+        abort = AbortPrefill(attempt=seq.attempt, decode=self.worker)
+        return Send(seq.request.prefill, abort)
+
+    def _nothing_lands(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
+        """Prefill said, or died so, that nothing more of the reservation can land."""
+        out: list[Instruction] = []
+        if seq.state in ("reserved", "landing"):
+            out.append(self._end_output(seq, "failed", why))
+        self.cache.pool.end_flight(seq.reserved_pages)
+        seq.first_page = seq.num_pages
+        return out + self._leave(seq, now, why)
+
+    def _leave(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
+        """Gives back all that the sequence holds; what it computed stays in the tree."""
+        if seq.node is not None:
+            self._publish(seq, now)
+            self.cache.release(seq.pages[seq.published :])
+            self.cache.unlock(seq.node)
+        del self.sequences[seq.attempt]
+        seq.move("done", now, why)
+        return self._wake(seq, now)
+
+    def _wake(self, seq: Sequence, now: float) -> list[Instruction]:
+        """Those that waited for this sequence's prompt reserve now, in order of arrival."""
+        out: list[Instruction] = []
+        for other in list(self.sequences.values()):
+            if other.awaits == seq.attempt:
+                out += self._reserve_or_await(other, now)
+        return out
+
+    def _end_output(self, seq: Sequence, outcome: Outcome, message: str) -> Instruction:
+        output = Output(
+            attempt=seq.attempt, outcome=outcome, message=message, resident=seq.resident
+        )
+        return Deliver(seq.request.gateway, output)

@@ -1,0 +1,158 @@
+"""What the worker's pure schedulers are told, and what they ask of the shell around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_cluster.types import (
+    AbortPrefill,
+    AttemptId,
+    CancelAttempt,
+    FirstToken,
+    IntArray,
+    Message,
+    Output,
+    PagesWritten,
+    PrefillAborted,
+    PrefillFailed,
+    SamplingParams,
+    StartAttempt,
+    StartPrefill,
+    WorkerId,
+)
+
+# --- events (besides the messages of other processes) ---
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A WritePages is over: nothing of it reads or writes memory any more. `error` is "" if
+    done.
+    """
+
+    transfer: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A worker process is dead, and nothing that it sent can land any more."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    gateway: str
+
+
+Event = (
+    StartAttempt
+    | CancelAttempt
+    | StartPrefill
+    | AbortPrefill
+    | PagesWritten
+    | FirstToken
+    | PrefillFailed
+    | PrefillAborted
+    | TransferEnded
+    | PeerLost
+    | GatewayLost
+)
+
+# --- instructions ---
+
+
+@dataclass(frozen=True, slots=True)
+class WritePages:
+    """Write `source` pages of this pool into `target` pages of the peer's, then notify `done`
+    there.
+
+    The shell answers with TransferEnded(transfer).
+    """
+
+    transfer: int
+    peer: WorkerId
+    source: IntArray = field(compare=False)
+    target: IntArray = field(compare=False)
+    done: PagesWritten
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    """Stop a WritePages as soon as may be; TransferEnded still comes."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Make the peer known to the transport; `agent` is its metadata."""
+
+    peer: WorkerId
+    agent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell a decode worker something, beside its pages."""
+
+    peer: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Call another worker."""
+
+    worker: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give a gateway what an attempt produced; the shell sends one message per step and gateway."""
+
+    gateway: str
+    output: Output
+
+
+Instruction = WritePages | AbortTransfer | Connect | Notify | Send | Deliver
+
+# --- a step of the engine ---
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step.
+
+    `tokens` are computed at positions `start`..; `pages` is the page table for all tokens up to
+    there, the new ones included. `sampling` is None where no token is wanted.
+    """
+
+    attempt: AttemptId
+    tokens: IntArray
+    start: int
+    pages: IntArray
+    sampling: SamplingParams | None
+    sequence: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: decode rows (one token each) and prefill rows (a chunk of a prompt each).
+
+    `copies` are (source page, target page) pairs to be copied before the step.
+    """
+
+    decode: list[Row]
+    prefill: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.decode + self.prefill
