@@ -172,13 +172,15 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A reservation, handed to the prefill worker.
 
-    `pages` (int32 little-endian) are decode's pages for the tokens from `resident` on, in order;
-    `resident` is a multiple of the page size. `agent` is decode's transfer metadata.
+    `agent` and `region` are decode's transfer metadata and the (address, bytes, device id) of its KV
+    memory; `pages` (int32 little-endian) are its pages for the tokens from `resident` on, in order;
+    `resident` is a multiple of the page size.
     """
 
     attempt: AttemptId
     decode: WorkerId
     agent: bytes
+    region: tuple[int, int, int]
     tokens: bytes
     params: SamplingParams
     resident: int

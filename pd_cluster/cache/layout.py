@@ -19,6 +19,8 @@ from pd_cluster.cache.page_pool import Pages
 
 Descriptors: TypeAlias = NDArray[np.uint64]
 Rows: TypeAlias = NDArray[np.int64]
+# (address, bytes, device id) of a whole KV memory.
+Region: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,15 @@ class Layout(ABC):
         """Values of a layer: a view, [num_pages, page_size, num_kv_heads, head_dim]."""
 
     @abstractmethod
-    def descriptors(self) -> Descriptors:
-        """Every contiguous block as a row (address, bytes, device id): [rows, 3] uint64."""
+    def descriptors(self, region: Region | None = None) -> Descriptors:
+        """Every contiguous block as a row (address, bytes, device id): [rows, 3] uint64.
+
+        Of this memory, or of a peer's with an equal signature, by its `region()`.
+        """
 
     @abstractmethod
-    def rows(self, pages: Pages) -> Rows:
-        """Indices into `descriptors()` of these pages.
+    def rows(self, pages: Pages, num_pages: int | None = None) -> Rows:
+        """Indices into `descriptors()` of these pages; of a peer's with its `num_pages`.
 
         For equally many pages of a pool with an equal `signature()` the i-th row there holds what
         the i-th row here holds, whatever the number of pages of either pool.
@@ -103,7 +108,7 @@ class Layout(ABC):
     def copy_pages(self, src: Pages, dst: Pages) -> None:
         """Copy page `src[i]` to `dst[i]`; as if all were read before any is written."""
 
-    def region(self) -> tuple[int, int, int]:
+    def region(self) -> Region:
         """(address, bytes, device id) of the whole memory, for registering it."""
         return self.buffer.data_ptr(), self.num_pages * self.page_bytes, self._device_id
 
@@ -121,9 +126,9 @@ class Layout(ABC):
     def _device_id(self) -> int:
         return self.buffer.device.index or 0
 
-    def _blocks(self, block_bytes: int) -> Descriptors:
+    def _blocks(self, block_bytes: int, region: Region | None) -> Descriptors:
         """The whole memory cut into equal blocks, in address order."""
-        address, length, device_id = self.region()
+        address, length, device_id = region or self.region()
         blocks = np.empty((length // block_bytes, 3), np.uint64)
         blocks[:, 0] = np.arange(address, address + length, block_bytes, dtype=np.uint64)
         blocks[:, 1] = block_bytes
@@ -155,10 +160,10 @@ class PageFirstLayout(Layout):
     def v(self, layer: int) -> torch.Tensor:
         return self.buffer[:, layer, 1]
 
-    def descriptors(self) -> Descriptors:
-        return self._blocks(self.page_bytes)
+    def descriptors(self, region: Region | None = None) -> Descriptors:
+        return self._blocks(self.page_bytes, region)
 
-    def rows(self, pages: Pages) -> Rows:
+    def rows(self, pages: Pages, num_pages: int | None = None) -> Rows:
         return pages.astype(np.int64)
 
     def copy_pages(self, src: Pages, dst: Pages) -> None:
@@ -186,12 +191,12 @@ class LayerFirstLayout(Layout):
     def v(self, layer: int) -> torch.Tensor:
         return self.buffer[layer, 1]
 
-    def descriptors(self) -> Descriptors:
-        return self._blocks(self._block_bytes)
+    def descriptors(self, region: Region | None = None) -> Descriptors:
+        return self._blocks(self._block_bytes, region)
 
-    def rows(self, pages: Pages) -> Rows:
+    def rows(self, pages: Pages, num_pages: int | None = None) -> Rows:
         # Pages innermost: runs of consecutive pages stay runs within each layer, and merge.
-        slabs = np.arange(self.num_layers * 2, dtype=np.int64) * self.num_pages
+        slabs = np.arange(self.num_layers * 2, dtype=np.int64) * (num_pages or self.num_pages)
         return (slabs[:, None] + pages).ravel()
 
     def copy_pages(self, src: Pages, dst: Pages) -> None:

@@ -36,8 +36,9 @@ class WorkerState:
     seen: float
     placed: set[AttemptId] = field(default_factory=set)
     tokens: int = 0  # prompt tokens of what is placed on it
-    # A decode worker that refused for lack of pages gets nothing until something changed there.
+    # A decode worker that refused for lack of pages gets nothing until its next report.
     full: bool = False
+    last_placement: int = 0
     draining: bool = False
 
     @property
@@ -97,11 +98,7 @@ class CoordinatorState:
                 self._forget(known)
             known = self.workers[report.worker.name] = WorkerState(report, now)
             known.tokens = 0
-        if report.available > known.report.available or len(report.attempts) < len(
-            known.report.attempts
-        ):
-            known.full = False
-        known.report, known.seen = report, now
+        known.report, known.seen, known.full = report, now, False
         if report.role == "decode":
             self._reconcile(known, now)
         return ReportReply(), self._place(now)
@@ -209,17 +206,19 @@ class CoordinatorState:
             if prefill is None or decode is None:
                 break
             del self.waiting[attempt]
+            self.statistics.placements += 1
             placement = Placement(attempt=attempt, prefill=prefill.id, decode=decode.id)
             self.leases[attempt] = Lease(request, placement, now)
             for worker in (prefill, decode):
                 worker.placed.add(attempt)
                 worker.tokens += request.prompt_len
-            self.statistics.placements += 1
+                worker.last_placement = self.statistics.placements
             answers.append(Answer(attempt, placement))
         return answers
 
     def _least_loaded(self, role: str, request: PlaceRequest) -> WorkerState | None:
-        """The worker with fewest placed prompt tokens; avoided ones only if there is no other."""
+        """The worker with fewest placed prompt tokens, the longest unused of equals; avoided ones
+        only if there is no other."""
         candidates = self._workers(role)
         if role == "decode":
             candidates = [
@@ -229,7 +228,12 @@ class CoordinatorState:
             ]
         return min(
             candidates,
-            key=lambda worker: (worker.id in request.avoid, worker.tokens, worker.id.name),
+            key=lambda worker: (
+                worker.id in request.avoid,
+                worker.tokens,
+                len(worker.placed),
+                worker.last_placement,
+            ),
             default=None,
         )
 

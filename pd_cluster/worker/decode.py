@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from pd_cluster.cache.layout import Region
 from pd_cluster.cache.node import Node
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
@@ -85,7 +86,7 @@ class Sequence(Tracked[SequenceState]):
         self.published = 0  # pages of the table that the tree owns
         self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
         self.kv_len = 0
-        self.first: FirstToken | None = None
+        self.ended = False  # the gateway has been told the outcome
 
     @property
     def attempt(self) -> AttemptId:
@@ -136,6 +137,7 @@ class DecodeSequences:
         *,
         worker: WorkerId,
         agent: bytes,
+        region: Region,
         eos_token_ids: Iterable[int],
         max_running: int,
         prefill_s: float,
@@ -146,6 +148,7 @@ class DecodeSequences:
         self.page_size = cache.page_size
         self.worker = worker
         self.agent = agent
+        self.region = region
         self.eos = frozenset(eos_token_ids)
         self.max_running = max_running
         self.prefill_s = prefill_s
@@ -194,10 +197,10 @@ class DecodeSequences:
         seq = self.sequences.get(message.attempt)
         if seq is None or seq.state != "reserved":
             return []
-        seq.first = message
         seq.append(message.token)
         self.generated_tokens += 1
         finish = self._finish_reason(seq)
+        seq.ended = finish is not None
         output = Output(
             attempt=seq.attempt,
             tokens=(message.token,),
@@ -293,6 +296,7 @@ class DecodeSequences:
         seq.append(token)
         self.generated_tokens += 1
         finish = self._finish_reason(seq)
+        seq.ended = finish is not None
         output = Output(
             attempt=seq.attempt,
             tokens=(token,),
@@ -378,6 +382,7 @@ class DecodeSequences:
             attempt=seq.attempt,
             decode=self.worker,
             agent=self.agent,
+            region=self.region,
             tokens=pack_ints(start),
             params=seq.request.params,
             resident=match.length,
@@ -459,7 +464,8 @@ class DecodeSequences:
             self.cache.unlock(seq.node)
         del self.sequences[seq.attempt]
         seq.move("done", now, why)
-        return self._wake(seq, now)
+        told = [] if seq.ended else [self._end_output(seq, "aborted", why)]
+        return told + self._wake(seq, now)
 
     def _wake(self, seq: Sequence, now: float) -> list[Instruction]:
         """Those that waited for this sequence's prompt reserve now, in order of arrival."""
@@ -470,6 +476,7 @@ class DecodeSequences:
         return out
 
     def _end_output(self, seq: Sequence, outcome: Outcome, message: str) -> Instruction:
+        seq.ended = True
         output = Output(
             attempt=seq.attempt, outcome=outcome, message=message, resident=seq.resident
         )

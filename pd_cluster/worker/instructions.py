@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pd_cluster.cache.layout import Region
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -87,10 +88,11 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Make the peer known to the transport; `agent` is its metadata."""
+    """Make the peer known to the transport: its metadata, and where its KV memory lies."""
 
     peer: WorkerId
     agent: bytes
+    region: Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class PrefillJobs:
             return []
         if self._tombstones.pop(request.attempt, None) is not None:
             return []  # its abort overtook it and has been answered
-        out: list[Instruction] = [Connect(request.decode, request.agent)]
+        out: list[Instruction] = [Connect(request.decode, request.agent, request.region)]
         job = Job(request, self.page_size, now)
         problem = self._problem(job)
         if problem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pd_cluster.cache.layout import Region
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.types import (
     AbortPrefill,
@@ -42,6 +43,7 @@ class WorkerScheduler:
         *,
         worker: WorkerId,
         agent: bytes,
+        region: Region,
         page_bytes: int,
         eos_token_ids: Iterable[int],
         max_running: int,
@@ -59,6 +61,7 @@ class WorkerScheduler:
             cache,
             worker=worker,
             agent=agent,
+            region=region,
             eos_token_ids=eos_token_ids,
             max_running=max_running,
             prefill_s=prefill_s,

@@ -86,6 +86,7 @@ class FakeWorker:
             self.cache,
             worker=self.id,
             agent=name.encode(),
+            region=(0, 0, 0),
             page_bytes=1,
             eos_token_ids=[EOS],
             max_running=options.get("max_running", 1000),
