@@ -6,6 +6,7 @@ the same name in `csrc`. The backend is chosen by device in `registry`.
 
 from __future__ import annotations
 
+from pd_kernels.backends import backend_name, warm_up
 from pd_kernels.decode_attention import decode_attention, decode_attention_reference
 from pd_kernels.linear import PackedLinear, linear_reference
 from pd_kernels.page_write import page_write, page_write_reference
@@ -21,6 +22,7 @@ from pd_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 __all__ = [
     "PackedLinear",
+    "backend_name",
     "decode_attention",
     "decode_attention_reference",
     "fused_add_rms_norm",
@@ -37,4 +39,5 @@ __all__ = [
     "rope_reference",
     "silu_and_mul",
     "silu_and_mul_reference",
+    "warm_up",
 ]

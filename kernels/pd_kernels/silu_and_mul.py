@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pd_kernels import native
 from pd_kernels.registry import Op
+
+_SiluAndMul = Callable[[Tensor], Tensor]
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
@@ -13,7 +19,24 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-SILU_AND_MUL = Op("silu_and_mul", silu_and_mul_reference)
+def _compiled() -> _SiluAndMul:
+    kernels = native.by_dtype("silu_and_mul", "pqp qq i")
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        kernel = kernels.get(x.dtype)
+        if kernel is None:
+            return silu_and_mul_reference(x)
+        n, both = x.shape
+        if both % 2 or x.stride(1) != 1:
+            raise ValueError("x's rows must be contiguous and of even length")
+        out = torch.empty((n, both // 2), dtype=x.dtype)
+        kernel(x.data_ptr(), x.stride(0), out.data_ptr(), n, both // 2, torch.get_num_threads())
+        return out
+
+    return silu_and_mul
+
+
+SILU_AND_MUL: Op[_SiluAndMul] = Op("silu_and_mul", silu_and_mul_reference, {"cpu": _compiled})
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+// Float vectors of the machine's width, written with the vector extensions that GCC and clang share:
+// one source for AVX-512, AVX2, NEON and plain scalar machines. All arithmetic is in float32;
+// bfloat16 exists only in memory.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace pd {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // floats in a vector
+#else
+constexpr int W = 8;
+#endif
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int32_t ivec __attribute__((vector_size(W * 4)));
+typedef uint32_t uvec __attribute__((vector_size(W * 4)));
+typedef uint16_t hvec __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline vec splat(float x) { return x - vec{}; }
+
+static inline vec load(const float* p) {
+    vec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static inline vec load(const bf16* p) {
+    hvec half;
+    memcpy(&half, p, sizeof half);
+    return (vec)(__builtin_convertvector(half, uvec) << 16);
+}
+
+static inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
+
+static inline void store(bf16* p, vec x) {
+    const uvec bits = (uvec)x;
+    const uvec nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uvec quiet_nan = uvec{} + 0x7fc0u;
+    const hvec half = __builtin_convertvector(x == x ? nearest_even : quiet_nan, hvec);
+    memcpy(p, &half, sizeof half);
+}
+
+// The first n < W elements; the other lanes are zero.
+template <class T>
+static inline vec load_part(const T* p, int64_t n) {
+    T lanes[W] = {};
+    memcpy(lanes, p, n * sizeof(T));
+    return load(lanes);
+}
+
+template <class T>
+static inline void store_part(T* p, vec x, int64_t n) {
+    T lanes[W];
+    store(lanes, x);
+    memcpy(p, lanes, n * sizeof(T));
+}
+
+static inline vec max(vec a, vec b) { return a > b ? a : b; }
+
+static inline float sum(vec x) {
+    float total = 0;
+    for (int i = 0; i < W; ++i) total += x[i];
+    return total;
+}
+
+static inline float max(vec x) {
+    float largest = x[0];
+    for (int i = 1; i < W; ++i) largest = largest > x[i] ? largest : x[i];
+    return largest;
+}
+
+// e^x to about 1 ulp for x <= 88; 0 below -87, so also for minus infinity.
+static inline vec exp(vec x) {
+    const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const vec clamped = max(x, splat(-87.0f));
+    const vec shifted = clamped * 1.44269504f + magic;
+    const vec n = shifted - magic;
+    const vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    // Taylor's coefficients fitted to [-ln2/2, ln2/2] (Cephes' expf).
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ivec exponent = ((ivec)shifted - (ivec)magic) << 23;
+    const vec scaled = (vec)((ivec)p + exponent);
+    return x < -87.0f ? vec{} : scaled;
+}
+
+namespace detail {
+
+template <int S, int... L>
+static inline vec fold(vec a, vec b, std::integer_sequence<int, L...>) {
+#if defined(__clang__)
+    const vec kept = __builtin_shufflevector(a, b, (L & S ? L + W : L)...);
+    const vec moved = __builtin_shufflevector(a, b, (L & S ? (L ^ S) + W : (L ^ S))...);
+#else
+    const vec kept = __builtin_shuffle(a, b, ivec{(L & S ? L + W : L)...});
+    const vec moved = __builtin_shuffle(a, b, ivec{(L & S ? (L ^ S) + W : (L ^ S))...});
+#endif
+    return kept + moved;
+}
+
+template <int S>
+static inline vec fold(vec a, vec b) {
+    return fold<S>(a, b, std::make_integer_sequence<int, W>());
+}
+
+}  // namespace detail
+
+// Lane i of the result is the sum of rows[i]: W horizontal sums at once. Overwrites rows.
+static inline vec sum_each(vec rows[W]) {
+    for (int i = 0; i < W / 2; ++i) rows[i] = detail::fold<1>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < W / 4; ++i) rows[i] = detail::fold<2>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < W / 8; ++i) rows[i] = detail::fold<4>(rows[2 * i], rows[2 * i + 1]);
+#if defined(__AVX512F__)
+    rows[0] = detail::fold<8>(rows[0], rows[1]);
+#endif
+    return rows[0];
+}
+
+}  // namespace pd
