@@ -1,0 +1,89 @@
+"""The input of one forward pass: a ragged batch of new tokens over paged KV memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The new tokens of one sequence: `tokens` stand at positions `start`, `start` + 1, ...
+
+    `pages` are the sequence's pages in order, for positions 0 to the last new token at least; what
+    is below `start` has been written already.
+    """
+
+    tokens: npt.ArrayLike
+    start: int
+    pages: npt.ArrayLike
+    # Whether the logits after the last of the tokens are wanted.
+    logits: bool = True
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """N new tokens of B sequences, the decode steps before the prefill chunks.
+
+    Sequence b's new tokens are rows `q_indptr[b]` to `q_indptr[b + 1]`, the last of its
+    `ctx_lens[b]` tokens; its pages are `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`. The first
+    `num_decode` sequences have exactly one new token each.
+    """
+
+    input_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64, page * page_size + offset
+    q_indptr: Tensor  # [B + 1] int32
+    kv_indptr: Tensor  # [B + 1] int32
+    kv_indices: Tensor  # int32
+    ctx_lens: Tensor  # [B] int32
+    num_decode: int
+    logits_rows: Tensor  # int64, rows of N whose logits are wanted
+
+
+def build_batch(
+    decodes: Sequence[Chunk], prefills: Sequence[Chunk], page_size: int
+) -> ForwardBatch:
+    """The batch of one step of each of `decodes` (one token each) and the chunks of `prefills`.
+
+    Its logits come in that order, one row for every chunk that wants them.
+    """
+    chunks = [*decodes, *prefills]
+    ids = [np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks]
+    assert all(len(tokens) == 1 for tokens in ids[: len(decodes)])
+    lengths = np.array([len(tokens) for tokens in ids], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    ctx_lens = starts + lengths
+    ends = lengths.cumsum()
+    positions = np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)
+
+    num_pages = -(-ctx_lens // page_size)
+    pages = [
+        np.asarray(chunk.pages, dtype=np.int64)[:count]
+        for chunk, count in zip(chunks, num_pages, strict=True)
+    ]
+    assert all(len(each) == count for each, count in zip(pages, num_pages, strict=True))
+    kv_indices = np.concatenate(pages)
+    kv_indptr = np.concatenate([[0], num_pages.cumsum()])
+    page = kv_indices[np.repeat(kv_indptr[:-1], lengths) + positions // page_size]
+    wanted = np.array([chunk.logits for chunk in chunks], dtype=bool)
+    return ForwardBatch(
+        input_ids=torch.from_numpy(np.concatenate(ids)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(page * page_size + positions % page_size),
+        q_indptr=_int32(np.concatenate([[0], ends])),
+        kv_indptr=_int32(kv_indptr),
+        kv_indices=_int32(kv_indices),
+        ctx_lens=_int32(ctx_lens),
+        num_decode=len(decodes),
+        logits_rows=torch.from_numpy(ends[wanted] - 1),
+    )
+
+
+def _int32(values: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))

@@ -1,0 +1,152 @@
+"""What a model is: the shape and the features of its architecture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer; counts are per layer, lengths are in tokens."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers that one token's keys and values of all layers take."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The configuration in `folder`'s config.json and, where it has one, generation_config.json.
+
+    The end-of-sequence ids of generation_config.json win, as in transformers' `generate`. Raises
+    ModelError naming the file or field, for an architecture or feature that is not supported too.
+    """
+    data = _read_json(folder / "config.json")
+    config = parse_config(data, source=str(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        ids = _token_ids(_read_json(generation), "eos_token_id", str(generation))
+        if ids:
+            return ModelConfig(**{**vars(config), "eos_token_ids": ids})
+    return config
+
+
+def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
+    """A ModelConfig of the fields of a Hugging Face config; `source` names it in errors."""
+    architecture = (data.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        allowed = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{source}: architecture {architecture} is not supported; use {allowed}")
+    _refuse_features(data, source)
+    hidden_size = _count(data, "hidden_size", source)
+    num_heads = _count(data, "num_attention_heads", source)
+    num_kv_heads = (
+        num_heads
+        if data.get("num_key_value_heads") is None
+        else _count(data, "num_key_value_heads", source)
+    )
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{source}: num_attention_heads ({num_heads}) must be a multiple of "
+            f"num_key_value_heads ({num_kv_heads})"
+        )
+    if data.get("head_dim") is not None:
+        head_dim = _count(data, "head_dim", source)
+    elif hidden_size % num_heads:
+        raise ModelError(
+            f"{source}: hidden_size ({hidden_size}) must be a multiple of "
+            f"num_attention_heads ({num_heads})"
+        )
+    else:
+        head_dim = hidden_size // num_heads
+    bos = _token_ids(data, "bos_token_id", source)
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=_count(data, "num_hidden_layers", source),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_count(data, "intermediate_size", source),
+        vocab_size=_count(data, "vocab_size", source),
+        max_positions=_count(data, "max_position_embeddings", source),
+        rope_theta=_rope_theta(data, source),
+        rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=_token_ids(data, "eos_token_id", source),
+    )
+
+
+def _refuse_features(data: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError for what a Llama config can ask for and this decoder does not compute."""
+    if data.get("quantization_config"):
+        method = data["quantization_config"].get("quant_method", "unnamed")
+        raise ModelError(
+            f"{source}: quantization_config ({method}) is not supported; use float weights"
+        )
+    for key, allowed in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
+        if data.get(key, allowed) != allowed:
+            raise ModelError(f"{source}: {key} {data[key]!r} is not supported; use {allowed!r}")
+
+
+def _rope_theta(data: Mapping[str, Any], source: str) -> float:
+    """transformers 5 writes `rope_parameters`, earlier ones `rope_theta` and `rope_scaling`."""
+    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; use 'default'")
+    rotated = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
+    if rotated != 1.0:
+        raise ModelError(f"{source}: partial_rotary_factor {rotated} is not supported; use 1.0")
+    return float(rope.get("rope_theta", data.get("rope_theta", 10000.0)))
+
+
+def _count(data: Mapping[str, Any], key: str, source: str) -> int:
+    value = data.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{source}: {key} must be a whole number above 0, found {value!r}")
+    return value
+
+
+def _token_ids(data: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
+    value = data.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) for each in ids):
+        raise ModelError(f"{source}: {key} must be a token id or a list of them, found {value!r}")
+    return tuple(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected an object, found {type(data).__name__}")
+    return data

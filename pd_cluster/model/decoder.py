@@ -1,0 +1,139 @@
+"""The forward pass of a Llama decoder over paged KV memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.config import ModelConfig, load_config
+from pd_cluster.model.weights import LayerWeights, Weights
+from pd_kernels import (
+    PackedLinear,
+    decode_attention,
+    fused_add_rms_norm,
+    page_write,
+    prefill_attention,
+    rms_norm,
+    rope,
+    rope_cos_sin,
+    silu_and_mul,
+)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class KVPages(Protocol):
+    """A page pool, seen as views [num_pages, page_size, num_kv_heads, head_dim] of each layer."""
+
+    def k(self, layer: int) -> Tensor: ...
+
+    def v(self, layer: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: PackedLinear
+    o: PackedLinear
+    post_attention_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @classmethod
+    def pack(cls, weights: LayerWeights) -> _Layer:
+        return cls(
+            input_norm=weights.input_norm,
+            qkv=PackedLinear(weights.qkv),
+            o=PackedLinear(weights.o),
+            post_attention_norm=weights.post_attention_norm,
+            gate_up=PackedLinear(weights.gate_up),
+            down=PackedLinear(weights.down),
+        )
+
+
+class Decoder:
+    """A Llama model, ready to run.
+
+    In float32 its greedy tokens are those of transformers' LlamaForCausalLM.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self._embedding = weights.embedding()
+        self._layers = [_Layer.pack(weights.layer(index)) for index in range(config.num_layers)]
+        self._norm = weights.norm()
+        self._head = PackedLinear(weights.head())
+        table = rope_cos_sin(config.head_dim, config.max_positions, config.rope_theta)
+        self._cos_sin = table.to(self._embedding.device)
+        self._scale = config.head_dim**-0.5
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+        """The model in `folder` (config.json, safetensors). Raises ModelError."""
+        config = load_config(folder)
+        return cls(config, Weights(folder, config, dtype, device))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVPages) -> Tensor:
+        """Writes the new tokens' keys and values to their slots.
+
+        Returns the logits of `batch.logits_rows`, [len(logits_rows), vocab] float32.
+        """
+        eps = self.config.rms_norm_eps
+        residual = self._embedding[batch.input_ids]
+        hidden = rms_norm(residual, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(layer.qkv(hidden), batch, kv.k(index), kv.v(index))
+            last = index + 1 == len(self._layers)
+            if last:
+                # What follows the last attention is only of use where logits are wanted.
+                attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
+            hidden = layer.o(attended)
+            hidden = fused_add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
+            hidden = layer.down(silu_and_mul(layer.gate_up(hidden)))
+            norm = self._norm if last else self._layers[index + 1].input_norm
+            hidden = fused_add_rms_norm(hidden, residual, norm, eps)
+        return self._head(hidden).float()
+
+    def _attend(self, qkv: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """The attention of a layer, [N, num_heads * head_dim]; rotates `qkv` in place."""
+        config, decodes = self.config, batch.num_decode
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        q, k, v = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
+        rope(q, k, batch.positions, self._cos_sin)
+        page_write(k, v, k_pages, v_pages, batch.slots)
+        parts = []
+        if decodes:
+            parts.append(
+                decode_attention(
+                    q[:decodes],
+                    k_pages,
+                    v_pages,
+                    batch.kv_indptr[: decodes + 1],
+                    batch.kv_indices,
+                    batch.ctx_lens[:decodes],
+                    self._scale,
+                )
+            )
+        if decodes < batch.ctx_lens.shape[0]:
+            parts.append(
+                prefill_attention(
+                    q[decodes:],
+                    k_pages,
+                    v_pages,
+                    batch.q_indptr[decodes:] - decodes,
+                    batch.kv_indptr[decodes:],
+                    batch.kv_indices,
+                    batch.ctx_lens[decodes:],
+                    self._scale,
+                )
+            )
+        attended = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return attended.flatten(1)

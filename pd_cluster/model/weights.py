@@ -1,0 +1,172 @@
+"""A model's tensors, from a folder of safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.config import ModelConfig
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer, with the products that share an input fused; every matrix is [out, in].
+
+    `qkv` is [(num_heads + 2 * num_kv_heads) * head_dim, hidden], `gate_up` [2 * intermediate,
+    hidden].
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Weights:
+    """The tensors of the model in `folder`, checked whole at construction and read when asked for.
+
+    So a caller that packs or moves one layer after the other never holds the model twice. Raises
+    ModelError for a missing or unreadable file, and for a tensor that is missing, unknown or of
+    another shape than `config` says.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = str(device)
+        self._files = {path: _open(path, self._device) for path in _shards(folder)}
+        self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        self._check(folder)
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]"""
+        return self._read("model.embed_tokens.weight")
+
+    def layer(self, index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}."
+
+        def read(*names: str) -> Tensor:
+            tensors = [self._read(f"{prefix}{name}.weight") for name in names]
+            return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+        return LayerWeights(
+            input_norm=read("input_layernorm"),
+            qkv=read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=read("self_attn.o_proj"),
+            post_attention_norm=read("post_attention_layernorm"),
+            gate_up=read("mlp.gate_proj", "mlp.up_proj"),
+            down=read("mlp.down_proj"),
+        )
+
+    def norm(self) -> Tensor:
+        """The last norm, [hidden]."""
+        return self._read("model.norm.weight")
+
+    def head(self) -> Tensor:
+        """[vocab, hidden]; the embedding where the two are tied."""
+        return self.embedding() if self._config.tie_embeddings else self._read("lm_head.weight")
+
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._path_of[name]].get_tensor(name)
+        return tensor.to(self._dtype)
+
+    def _check(self, folder: Path) -> None:
+        shapes = tensor_shapes(self._config)
+        for name, expected in shapes.items():
+            if name not in self._path_of:
+                raise ModelError(f"{folder}: tensor {name} {_text(expected)} is missing")
+            header = self._files[self._path_of[name]].get_slice(name)
+            found = tuple(header.get_shape())
+            if found != expected:
+                raise ModelError(
+                    f"{folder}: tensor {name} has shape {_text(found)}; the config expects "
+                    f"{_text(expected)}"
+                )
+            if header.get_dtype() not in ("F32", "F16", "BF16"):
+                raise ModelError(
+                    f"{folder}: tensor {name} is {header.get_dtype()}; use F32, F16 or BF16"
+                )
+        for name in self._path_of.keys() - shapes.keys():
+            if not self._is_redundant(name):
+                found = tuple(self._files[self._path_of[name]].get_slice(name).get_shape())
+                raise ModelError(
+                    f"{folder}: tensor {name} {_text(found)} is unknown to "
+                    f"{self._config.architecture}"
+                )
+
+    def _is_redundant(self, name: str) -> bool:
+        """What older checkpoints carry though it follows from the rest."""
+        return name.endswith("rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and self._config.tie_embeddings
+        )
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of `config` has, by Hugging Face's name."""
+    return dict(_tensor_shapes(config))
+
+
+def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (q, hidden)
+        yield prefix + "self_attn.k_proj.weight", (kv, hidden)
+        yield prefix + "self_attn.v_proj.weight", (kv, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (intermediate, hidden)
+        yield prefix + "mlp.up_proj.weight", (intermediate, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, intermediate)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _SINGLE).is_file():
+            raise ModelError(f"{folder}: found neither {_SINGLE} nor {_INDEX}")
+        return [folder / _SINGLE]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not an index of safetensors files: {error!r}") from error
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder}: shard {name} of {_INDEX} is missing")
+    return [folder / name for name in sorted(names)]
+
+
+def _open(path: Path, device: str) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
