@@ -165,10 +165,12 @@ class EvictionQueue:
     def pop(self) -> Node:
         """Take out the next to be evicted. There must be one."""
         while True:
-            *_, stamp, node = heapq.heappop(self._heap)
+            entry = heapq.heappop(self._heap)
             self.visits += 1
-            if node.stamp == stamp:
-                self.withdraw(node)
+            node = entry[4]
+            if node.stamp == entry[3]:
+                node.stamp = 0
+                self._size -= 1
                 return node
 
     def nodes(self) -> list[Node]:

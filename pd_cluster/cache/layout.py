@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from pd_cluster.cache.page_pool import Pages
+from pd_cluster.types import Region
 
 Descriptors: TypeAlias = NDArray[np.uint64]
 Rows: TypeAlias = NDArray[np.int64]
-# (address, bytes, device id) of a whole KV memory.
-Region: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ _EVICTABLE: Final = 4
 _STATE_NAMES: Final = ("free", "quarantined", "private", "protected", "evictable")
 
 
+_Index: TypeAlias = NDArray[np.intp]
+
+
 class OutOfPages(Exception):
     """More pages were asked for than can be had. Nothing was taken and nothing evicted.
 
@@ -105,7 +108,7 @@ class PagePool:
         if n > self._ready.size - self._head:
             self._merge_returned()
         pages = self._take(n)
-        self._state[pages] = _PRIVATE
+        self._state[_index(pages)] = _PRIVATE
         self._idle[_FREE] -= n
         self._idle[_PRIVATE] += n
         return pages
@@ -116,8 +119,10 @@ class PagePool:
         Raises:
             PageStateError: a page is not private, or is named twice.
         """
-        self._require_distinct(pages, "freed")
-        self._give_back(pages, _PRIVATE, "freed")
+        index = _index(pages)
+        self._require_distinct(pages, index, "freed")
+        # A copy, for the pool keeps it and the caller may go on using its own.
+        self._give_back(pages.copy(), index, _PRIVATE, "freed")
 
     def begin_flight(self, pages: Pages) -> None:
         """A transfer starts to read or write these pages. Flights of one page are counted.
@@ -125,12 +130,15 @@ class PagePool:
         Raises:
             PageStateError: nobody owns a page, or a page is named twice.
         """
-        self._require_distinct(pages, "put in flight")
-        states = self._state[pages.view(np.uint32)]
-        if (states < _PRIVATE).any():
-            raise self._misuse(pages, states < _PRIVATE, "put in flight")
-        departing = states[self._flights[pages] == 0]
-        self._flights[pages] += 1
+        index = _index(pages)
+        self._require_distinct(pages, index, "put in flight")
+        states = self._state[index]
+        ownerless = states < _PRIVATE
+        if np.count_nonzero(ownerless):
+            raise self._misuse(pages, ownerless, "put in flight")
+        flights = self._flights[index]
+        departing = states[flights == 0]
+        self._flights[index] = flights + 1
         for state, count in enumerate(np.bincount(departing, minlength=5).tolist()):
             self._idle[state] -= count
         self._in_flight += departing.size
@@ -141,20 +149,22 @@ class PagePool:
         Raises:
             PageStateError: a page is not in flight, or is named twice.
         """
-        self._require_distinct(pages, "landed")
-        grounded = self._flights[pages.view(np.uint32)] == 0
-        if grounded.any():
+        index = _index(pages)
+        self._require_distinct(pages, index, "landed")
+        flights = self._flights[index]
+        grounded = flights == 0
+        if np.count_nonzero(grounded):
             raise self._misuse(pages, grounded, "landed")
-        self._flights[pages] -= 1
-        landed = pages[self._flights[pages] == 0]
+        self._flights[index] = flights - 1
+        landed = index[flights == 1]
         self._in_flight -= landed.size
         states = self._state[landed]
         ownerless = states == _QUARANTINED
-        if ownerless.any():
+        if np.count_nonzero(ownerless):
             freed = landed[ownerless]
             self._state[freed] = _FREE
-            self._returned.append(freed)
-            states = self._state[landed]
+            self._returned.append(freed.astype(np.int32))
+            states[ownerless] = _FREE
         for state, count in enumerate(np.bincount(states, minlength=5).tolist()):
             self._idle[state] += count
 
@@ -166,24 +176,23 @@ class PagePool:
         Raises:
             PageStateError: a page is not private, or is named twice.
         """
-        self._require_distinct(pages, "published")
-        self._move(pages, _PRIVATE, _EVICTABLE, "published")
+        index = _index(pages)
+        self._require_distinct(pages, index, "published")
+        self._move(pages, index, _PRIVATE, _EVICTABLE, "published")
 
     def protect(self, pages: Pages) -> None:
-        self._move(pages, _EVICTABLE, _PROTECTED, "protected")
+        self._move(pages, _index(pages), _EVICTABLE, _PROTECTED, "protected")
 
     def unprotect(self, pages: Pages) -> None:
-        self._move(pages, _PROTECTED, _EVICTABLE, "unprotected")
+        self._move(pages, _index(pages), _PROTECTED, _EVICTABLE, "unprotected")
 
     def evict(self, pages: Pages) -> int:
-        """Unlocked pages leave the tree. Returns how many are free at once (not in flight)."""
-        return self._give_back(pages, _EVICTABLE, "evicted")
+        """Unlocked pages leave the tree; keeps the array. Returns how many are free at once."""
+        return self._give_back(pages, _index(pages), _EVICTABLE, "evicted")
 
     def count_idle(self, pages: Pages) -> int:
         """How many of these pages are not in flight."""
-        if not self._in_flight:
-            return pages.size
-        return pages.size - int(np.count_nonzero(self._flights[pages]))
+        return self._count_idle(_index(pages))
 
     def validate(self) -> None:
         """Check every invariant of the pool; O(num_pages)."""
@@ -225,35 +234,36 @@ class PagePool:
         self._head = 0
         self._returned.clear()
 
-    def _move(self, pages: Pages, old: int, new: int, verb: str) -> None:
-        # As unsigned, a negative number is out of range and not counted from the end.
-        index = pages.view(np.uint32)
+    def _move(self, pages: Pages, index: _Index, old: int, new: int, verb: str) -> None:
         wrong = self._state[index] != old
-        if wrong.any():
+        if np.count_nonzero(wrong):
             raise self._misuse(pages, wrong, verb)
         self._state[index] = new
-        idle = self.count_idle(pages)
+        idle = self._count_idle(index)
         self._idle[old] -= idle
         self._idle[new] += idle
 
-    def _give_back(self, pages: Pages, old: int, verb: str) -> int:
-        self._move(pages, old, _FREE, verb)
+    def _count_idle(self, index: _Index) -> int:
+        if not self._in_flight:
+            return index.size
+        return index.size - int(np.count_nonzero(self._flights[index]))
+
+    def _give_back(self, pages: Pages, index: _Index, old: int, verb: str) -> int:
+        self._move(pages, index, old, _FREE, verb)
         freed = pages
         if self._in_flight:
-            flying = self._flights[pages] > 0
-            self._state[pages[flying]] = _QUARANTINED
+            flying = self._flights[index] > 0
+            self._state[index[flying]] = _QUARANTINED
             freed = pages[~flying]
         if freed.size:
-            # A copy: the caller may go on using its array.
-            self._returned.append(freed.copy())
+            self._returned.append(freed)
         return freed.size
 
-    def _require_distinct(self, pages: Pages, verb: str) -> None:
-        index = pages.view(np.uint32)
+    def _require_distinct(self, pages: Pages, index: _Index, verb: str) -> None:
         places = np.arange(pages.size, dtype=np.int32)
         self._scratch[index] = places
         twice = self._scratch[index] != places
-        if twice.any():
+        if np.count_nonzero(twice):
             raise PageStateError(f"page {int(pages[twice][0])} cannot be {verb}: it is named twice")
 
     def _misuse(self, pages: Pages, wrong: NDArray[np.bool_], verb: str) -> PageStateError:
@@ -262,3 +272,11 @@ class PagePool:
         return PageStateError(
             f"page {page} cannot be {verb}: it is {state}, in {int(self._flights[page])} flights"
         )
+
+
+def _index(pages: Pages) -> _Index:
+    """The pages to index arrays with, which is four times as fast as with int32.
+
+    By way of unsigned, so that a negative number is out of range and not counted from the end.
+    """
+    return pages.view(np.uint32).astype(np.intp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from pd_cluster.cache.radix_tree import RadixTree
 _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
+class Match(NamedTuple):
     """The cached prefix of `length` tokens, its pages, and the node that a lock on it needs."""
 
     length: int
@@ -24,8 +24,7 @@ class Match:
     node: Node
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Published:
+class Published(NamedTuple):
     """The page table to use from now on, of which the first `length` tokens are in the tree.
 
     `pages` has the length of the table that was given; what lies behind `length` tokens is still
@@ -106,7 +105,7 @@ class PrefixCache:
             self.tree.touch(path, now=now, count_hit=True)
         if not path:
             return Match(0, _NO_PAGES, self.tree.root)
-        return Match(length, np.concatenate([node.pages for node in path]), path[-1])
+        return Match(length, _pages_of(path), path[-1])
 
     def lock(self, node: Node) -> None:
         """Keep the prefix that ends with this node from being evicted.
@@ -120,7 +119,7 @@ class PrefixCache:
         """Undo one `lock` of this node."""
         unlocked = self.tree.unlock(node)
         if unlocked:
-            self.pool.unprotect(np.concatenate([node.pages for node in unlocked]))
+            self.pool.unprotect(_pages_of(unlocked))
 
     def move_lock(self, old: Node, new: Node) -> None:
         """Move a lock to a longer prefix of the same sequence."""
@@ -136,8 +135,28 @@ class PrefixCache:
         if missing > 0:
             if missing > self.pool.evictable_count:
                 raise OutOfPages(n, self.available())
-            self._evict(missing, now)
+            self.evict(missing, now)
         return self.pool.allocate(n)
+
+    def evict(self, num_pages: int, now: float) -> int:
+        """Evict unlocked leaves until that many pages are free again, or none is left.
+
+        Whole leaves go, so more may become free. Returns how many did.
+        """
+        victims: list[Node] = []
+        freed = 0
+        while freed < num_pages and len(self.tree.queue):
+            node = self.tree.evict()
+            victims.append(node)
+            freed += self.pool.count_idle(node.pages)
+        if not victims:
+            return 0
+        pages = _pages_of(victims)
+        self._evicted += pages.size * self.page_size
+        self._idle_before_eviction = now - victims[-1].last_access
+        if self._record_events:
+            self._events.append(PagesRemoved(pages))
+        return self.pool.evict(pages)
 
     def publish(
         self,
@@ -167,7 +186,7 @@ class PrefixCache:
         duplicates = _NO_PAGES
         table = pages
         if held:
-            cached = np.concatenate([node.pages for node in path])
+            cached = _pages_of(path)
             own = pages[:held]
             duplicates = own[own != cached]
             if duplicates.size:
@@ -210,7 +229,7 @@ class PrefixCache:
         dropped = self.tree.drop_unlocked()
         if not dropped:
             return 0
-        pages = np.concatenate([node.pages for node in dropped])
+        pages = _pages_of(dropped)
         if self._record_events:
             cleared = not self.tree.num_nodes
             self._events.append(PagesCleared() if cleared else PagesRemoved(pages))
@@ -258,24 +277,16 @@ class PrefixCache:
 
     def _protect(self, locked: list[Node]) -> None:
         if locked:
-            self.pool.protect(np.concatenate([node.pages for node in locked]))
-
-    def _evict(self, num_pages: int, now: float) -> None:
-        """Evict leaves until that many pages have become free."""
-        victims: list[Pages] = []
-        freed = 0
-        while freed < num_pages:
-            node = self.tree.evict()
-            victims.append(node.pages)
-            freed += self.pool.count_idle(node.pages)
-            self._idle_before_eviction = now - node.last_access
-        pages = np.concatenate(victims)
-        self._evicted += pages.size * self.page_size
-        if self._record_events:
-            self._events.append(PagesRemoved(pages))
-        self.pool.evict(pages)
+            self.pool.protect(_pages_of(locked))
 
 
 def _stored(node: Node, parent: Node, namespace: str | None) -> PagesStored:
     above = int(parent.pages[-1]) if parent.pages.size else None
     return PagesStored(namespace, above, node.tokens, node.pages)
+
+
+def _pages_of(nodes: list[Node]) -> Pages:
+    """Their pages, one after another: a copy."""
+    if len(nodes) == 1:
+        return nodes[0].pages.copy()
+    return np.concatenate([node.pages for node in nodes])
