@@ -1,0 +1,213 @@
+"""The gateway as a Ray actor: an HTTP server whose requests run over the cluster's other actors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from ray.exceptions import RayError
+
+from pd_cluster.config import Config
+from pd_cluster.errors import StartError, Unavailable
+from pd_cluster.gateway.app import create_app
+from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
+from pd_cluster.gateway.driver import Driver, RunningRequest
+from pd_cluster.model.config import load_config
+from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.observability.metrics import GatewayMetrics
+from pd_cluster.observability.snapshots import (
+    ClusterSnapshot,
+    CoordinatorSnapshot,
+    WorkerSnapshot,
+)
+from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
+from pd_cluster.types import (
+    AttemptEnded,
+    CancelAttempt,
+    OutputBatch,
+    Placement,
+    PlaceRequest,
+    Rejection,
+    Role,
+    StartAttempt,
+    WorkerId,
+    decode,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+# A worker that does not answer a question of the operator's within this time is left out (seconds).
+QUESTION_S = 5.0
+
+
+class RayLink:
+    """ClusterLink and the operator's questions, over Ray's handles. Belongs to one asyncio loop."""
+
+    def __init__(self, peers: Peers, loop: asyncio.AbstractEventLoop) -> None:
+        self.peers = peers
+        self.loop = loop
+        self.driver: Driver | None = None
+
+    async def place(self, request: PlaceRequest) -> Placement | Rejection:
+        try:
+            reply = await self.peers.handle(COORDINATOR).place.remote(encode(request))
+        except (ValueError, RayError) as error:
+            self.peers.forget(COORDINATOR)
+            raise Unavailable(f"the coordinator cannot be reached: {error}") from error
+        answer: Placement | Rejection = decode(reply, (Placement, Rejection))
+        return answer
+
+    def post(self, worker: WorkerId, message: StartAttempt | CancelAttempt) -> None:
+        lost = partial(self._soon, self._worker_lost, worker)
+        self.peers.watch(worker, lost)
+        self.peers.post(worker, message, lost)
+
+    def attempt_ended(self, message: AttemptEnded) -> None:
+        try:
+            self.peers.handle(COORDINATOR).ended.remote(encode(message))
+        except (ValueError, RayError):
+            # Workers' reports will tell a restarted coordinator what is still running.
+            self.peers.forget(COORDINATOR)
+
+    async def snapshot(self) -> ClusterSnapshot:
+        try:
+            coordinator: CoordinatorSnapshot = await asyncio.wait_for(
+                self.peers.handle(COORDINATOR).snapshot.remote(), QUESTION_S
+            )
+        except (ValueError, RayError, TimeoutError):
+            self.peers.forget(COORDINATOR)
+            return ClusterSnapshot()
+        asked = [self._ask(status.worker, "snapshot") for status in coordinator.workers]
+        answers = await asyncio.gather(*asked)
+        workers = tuple(each for each in answers if isinstance(each, WorkerSnapshot))
+        return ClusterSnapshot(coordinator=coordinator, workers=workers)
+
+    async def flush(self, role: Role | None) -> dict[str, Any]:
+        snapshot = await self.snapshot()
+        workers = snapshot.coordinator.workers if snapshot.coordinator else ()
+        chosen = [status.worker for status in workers if role in (None, status.role)]
+        freed = await asyncio.gather(*(self._ask(worker, "flush") for worker in chosen))
+        return {worker.name: tokens for worker, tokens in zip(chosen, freed, strict=True)}
+
+    async def _ask(self, worker: WorkerId, question: str) -> Any:
+        """None where the worker does not answer."""
+        try:
+            method = getattr(self.peers.handle(worker.name), question)
+            return await asyncio.wait_for(method.remote(), QUESTION_S)
+        except (ValueError, RayError, TimeoutError):
+            return None
+
+    def _soon(self, callback: Any, *args: Any) -> None:
+        self.loop.call_soon_threadsafe(callback, *args)
+
+    def _worker_lost(self, worker: WorkerId) -> None:
+        if self.driver is not None:
+            self.driver.worker_lost(worker)
+
+
+class RayBackend:
+    """The HTTP application's Backend."""
+
+    def __init__(self, driver: Driver, link: RayLink) -> None:
+        self.driver = driver
+        self.link = link
+
+    def generate(self, request: GenerateRequest) -> RunningRequest:
+        return self.driver.generate(request)
+
+    async def ready(self) -> str | None:
+        snapshot = await self.link.snapshot()
+        if snapshot.coordinator is None:
+            return "the coordinator does not answer"
+        roles = {status.role for status in snapshot.coordinator.workers}
+        missing = [role for role in ("prefill", "decode") if role not in roles]
+        return f"no {' and no '.join(missing)} worker is ready" if missing else None
+
+    async def snapshot(self) -> ClusterSnapshot:
+        return await self.link.snapshot()
+
+    async def flush(self, role: Role | None) -> dict[str, Any]:
+        return await self.link.flush(role)
+
+
+class GatewayActor:
+    """One HTTP server. All of it runs in the actor's one event loop."""
+
+    def __init__(self, spec: ClusterSpec, name: str) -> None:
+        self.config = Config.model_validate_json(spec.config)
+        self.name = name
+        folder = Path(spec.model_folder)
+        self.tokenizer = Tokenizer(folder)
+        model = load_config(folder)
+        context = self.config.context_length or model.max_positions
+        self.model = ModelInfo(
+            name=self.config.served_model_name or spec.model_id,
+            context_length=min(context, model.max_positions),
+            pool_capacity=self.config.max_total_tokens,
+        )
+        self.metrics = GatewayMetrics(self.model.name)
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._driver: Driver | None = None
+
+    async def start(self) -> str:
+        """Binds the port and serves; the URL. Raises StartError where the port is taken."""
+        config = self.config
+        link = RayLink(Peers(config.cluster_name), asyncio.get_running_loop())
+        driver = self._driver = Driver(link, config, self.metrics, name=self.name)
+        link.driver = driver
+        app = create_app(RayBackend(driver, link), self.tokenizer, self.model, config, self.metrics)
+        listener = bind(config.host, config.port)
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, round(config.timeouts.shutdown_s)),
+        )
+        self._server = uvicorn.Server(settings)
+        # Signals belong to Ray's process, not to the server in it.
+        self._serving = asyncio.create_task(self._server._serve([listener]))
+        while not self._server.started:
+            if self._serving.done():
+                raise StartError(f"the HTTP server did not start: {self._serving.exception()}")
+            await asyncio.sleep(0.01)
+        host, port = listener.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def deliver(self, data: bytes) -> None:
+        """OutputBatch."""
+        if self._driver is not None:
+            self._driver.deliver(decode(data, OutputBatch))
+
+    async def stop(self) -> None:
+        """Takes no new requests; running ones get `timeouts.shutdown_s` to finish."""
+        if self._server is None or self._serving is None or self._driver is None:
+            return
+        end = time.monotonic() + self.config.timeouts.shutdown_s
+        self._server.should_exit = True
+        while time.monotonic() < end and not self._serving.done():
+            await asyncio.sleep(0.05)
+        self._driver.close()
+        self._server.force_exit = True
+        await asyncio.wait([self._serving], timeout=5)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartError, one line, where that cannot be."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

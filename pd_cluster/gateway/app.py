@@ -1,0 +1,37 @@
+"""The HTTP application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from pd_cluster import __version__
+from pd_cluster.config import Config
+from pd_cluster.gateway.admin import admin_routes
+from pd_cluster.gateway.backend import Backend, ModelInfo
+from pd_cluster.gateway.http import RequestContext, install_error_handlers
+from pd_cluster.gateway.native import native_routes
+from pd_cluster.gateway.openai import openai_routes
+from pd_cluster.gateway.prepare import Preparer
+from pd_cluster.gateway.services import Services
+from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.observability.metrics import GatewayMetrics
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    config: Config,
+    metrics: GatewayMetrics,
+) -> FastAPI:
+    """Serves `backend` over HTTP. `metrics` are those that the backend counts in."""
+    services = Services(backend, tokenizer, model, config, metrics, Preparer(tokenizer, model))
+    app = FastAPI(
+        title="pd-cluster", version=__version__, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(RequestContext)
+    install_error_handlers(app)
+    app.include_router(openai_routes(services))
+    app.include_router(native_routes(services))
+    app.include_router(admin_routes(services))
+    return app

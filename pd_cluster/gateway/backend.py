@@ -1,0 +1,90 @@
+"""What the HTTP application needs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from pd_cluster.gateway.request import Usage
+from pd_cluster.observability.snapshots import ClusterSnapshot
+from pd_cluster.types import FinishReason, Role, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the gateway tells about the model, and checks requests against; lengths in tokens."""
+
+    name: str
+    context_length: int
+    pool_capacity: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to continue.
+
+    `arrival` is when its bytes came (seconds of `time.monotonic`), `end_token_ids` are those that
+    end the sequence.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: float
+    end_token_ids: frozenset[int] = field(default_factory=frozenset)
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """New tokens; the last one of a generation carries `finish_reason`."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+class Generation(Protocol):
+    """A running request. Leaving the context ends it, on the workers too.
+
+    Iterating gives Generated, and raises RequestError where the request fails.
+    """
+
+    @property
+    def usage(self) -> Usage: ...
+
+    def stop(self) -> None:
+        """A stop string was found: the request is finished, not aborted."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Generated]: ...
+
+
+class Backend(Protocol):
+    """A cluster, as the HTTP application sees it."""
+
+    def generate(self, request: GenerateRequest) -> Generation: ...
+
+    async def ready(self) -> str | None:
+        """Why no request can be served now; None when one can."""
+        ...
+
+    async def snapshot(self) -> ClusterSnapshot:
+        """The state of coordinator and workers; those that do not answer in time are missing."""
+        ...
+
+    async def flush(self, role: Role | None) -> dict[str, Any]:
+        """Empties the prefix caches of `role`'s workers, or of all; what was done, by worker."""
+        ...

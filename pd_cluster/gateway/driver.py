@@ -1,0 +1,289 @@
+"""Runs requests: carries out the instructions of their states over a link to the cluster.
+
+Belongs to one asyncio loop; nothing here may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Protocol, Self, assert_never
+
+from pd_cluster.config import Config
+from pd_cluster.errors import Unavailable
+from pd_cluster.gateway.backend import Generated, GenerateRequest
+from pd_cluster.gateway.request import (
+    Cancel,
+    ClientGone,
+    DeadlinePassed,
+    Delivered,
+    DrainExpired,
+    Emit,
+    EndAttempt,
+    Event,
+    Finish,
+    Instruction,
+    Place,
+    Placed,
+    Rejected,
+    RequestState,
+    Started,
+    StopStringFound,
+    Submit,
+    SubmitFailed,
+    Usage,
+    WorkerLost,
+)
+from pd_cluster.observability.metrics import GatewayMetrics
+from pd_cluster.types import (
+    AttemptEnded,
+    AttemptId,
+    CancelAttempt,
+    OutputBatch,
+    Placement,
+    PlaceRequest,
+    Rejection,
+    StartAttempt,
+    WorkerId,
+)
+
+logger = logging.getLogger(__name__)
+
+# Between two questions to a coordinator that cannot be reached.
+ASK_AGAIN_S = 0.2
+
+
+class ClusterLink(Protocol):
+    """How a gateway reaches the coordinator and the decode workers."""
+
+    async def place(self, request: PlaceRequest) -> Placement | Rejection:
+        """Raises Unavailable where the coordinator cannot be reached; it will be asked again."""
+        ...
+
+    def post(self, worker: WorkerId, message: StartAttempt | CancelAttempt) -> None:
+        """Sends without waiting, in order. Raises Unavailable where the worker is known to be
+        gone.
+        """
+        ...
+
+    def attempt_ended(self, message: AttemptEnded) -> None:
+        """Sends without waiting; also withdraws an attempt that is still waiting for its
+        placement.
+        """
+        ...
+
+
+class Driver:
+    """All running requests of one gateway."""
+
+    def __init__(
+        self,
+        link: ClusterLink,
+        config: Config,
+        metrics: GatewayMetrics,
+        *,
+        name: str = "gateway",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link = link
+        self.config = config
+        self.metrics = metrics
+        self.name = name
+        self.clock = clock
+        self._running: dict[str, RunningRequest] = {}
+        metrics.watch_gateway(self.count_running, self.count_waiting)
+
+    def generate(self, request: GenerateRequest) -> RunningRequest:
+        """The request, to be entered as a context; its id must be new."""
+        return RunningRequest(self, request)
+
+    def deliver(self, batch: OutputBatch) -> None:
+        """What a decode worker sent. Outputs of requests that are over are dropped."""
+        for output in batch.outputs:
+            if running := self._running.get(output.attempt.request):
+                running.feed(Delivered(batch.worker, output))
+
+    def worker_lost(self, worker: WorkerId) -> None:
+        """A decode worker died: its requests go on elsewhere."""
+        for running in list(self._running.values()):
+            running.feed(WorkerLost(worker))
+
+    def submit_failed(self, attempt: AttemptId, reason: str) -> None:
+        """A StartAttempt that was posted did not arrive."""
+        if running := self._running.get(attempt.request):
+            running.feed(SubmitFailed(attempt, reason))
+
+    def count_running(self) -> int:
+        return sum(each.state.state in ("running", "draining") for each in self._running.values())
+
+    def count_waiting(self) -> int:
+        return sum(each.state.state == "placing" for each in self._running.values())
+
+    def close(self) -> None:
+        """Aborts every request; their clients get an error."""
+        for running in list(self._running.values()):
+            running.feed(ClientGone())
+
+    def enter(self, running: RunningRequest) -> None:
+        request_id = running.state.request_id
+        assert request_id not in self._running, f"request id {request_id} is in use"
+        self._running[request_id] = running
+
+    def leave(self, running: RunningRequest) -> None:
+        self._running.pop(running.state.request_id, None)
+
+
+class RunningRequest:
+    """One request under way: a Generation (backend.py)."""
+
+    def __init__(self, driver: Driver, request: GenerateRequest) -> None:
+        self._driver = driver
+        self._arrival = request.arrival
+        self._deadline = request.arrival + driver.config.timeouts.request_s
+        self.state = RequestState(
+            request.request_id,
+            request.prompt,
+            request.params,
+            gateway=driver.name,
+            deadline=self._deadline,
+            max_attempts=driver.config.max_attempts,
+            end_token_ids=request.end_token_ids,
+            namespace=request.namespace,
+        )
+        self._results: asyncio.Queue[Generated | Finish] = asyncio.Queue()
+        self._over = False
+        self._placing: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_token_at: float | None = None
+
+    # --- the client's side -----------------------------------------------------------------------
+
+    @property
+    def usage(self) -> Usage:
+        return self.state.usage
+
+    def stop(self) -> None:
+        self.feed(StopStringFound())
+
+    async def __aenter__(self) -> Self:
+        self._driver.enter(self)
+        self._set_timer(self._deadline - self._driver.clock(), DeadlinePassed())
+        self.feed(Started())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
+        self.feed(ClientGone())
+
+    def __aiter__(self) -> AsyncIterator[Generated]:
+        return self
+
+    async def __anext__(self) -> Generated:
+        if self._over:
+            raise StopAsyncIteration
+        result = await self._results.get()
+        if isinstance(result, Generated):
+            return result
+        self._over = True
+        if result.end == "finished":
+            return Generated((), result.reason)
+        raise result.error or Unavailable(
+            "the gateway is shutting down", code="shutting_down", retry_after=1.0
+        )
+
+    # --- the cluster's side ----------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        for instruction in self.state.handle(event, self._driver.clock()):
+            self._carry_out(instruction)
+        if self.state.ended:
+            self._driver.leave(self)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        driver = self._driver
+        match instruction:
+            case Place(request, delay_s):
+                self._asked_at = driver.clock()
+                self._placing = asyncio.create_task(self._place(request, delay_s))
+            case Submit(worker, message):
+                driver.metrics.stage("queue", driver.clock() - self._asked_at)
+                try:
+                    driver.link.post(worker, message)
+                except Unavailable as error:
+                    self.feed(SubmitFailed(message.attempt, error.message))
+            case Cancel(worker, cancel):
+                try:
+                    driver.link.post(worker, cancel)
+                except Unavailable:
+                    # Nothing is left to cancel.
+                    self.feed(WorkerLost(worker))
+            case EndAttempt(ended):
+                if self._placing is not None:
+                    self._placing.cancel()
+                driver.link.attempt_ended(ended)
+            case Emit(tokens):
+                self._observe_tokens(len(tokens))
+                self._results.put_nowait(Generated(tokens))
+            case Finish():
+                self._observe_finish(instruction)
+                self._results.put_nowait(instruction)
+                if not self.state.ended:
+                    self._set_timer(driver.config.timeouts.drain_s, DrainExpired())
+            case _:
+                assert_never(instruction)
+
+    async def _place(self, request: PlaceRequest, delay_s: float) -> None:
+        try:
+            await asyncio.sleep(delay_s)
+            answer = await self._ask(request)
+        except Exception as error:
+            logger.exception("request %s: no placement", request.attempt)
+            answer = Rejection(
+                attempt=request.attempt,
+                status=503,
+                reason="internal_error",
+                message=f"no placement: {type(error).__name__}: {error}",
+                retry_after_s=1.0,
+            )
+        self._placing = None
+        self.feed(Placed(answer) if isinstance(answer, Placement) else Rejected(answer))
+
+    async def _ask(self, request: PlaceRequest) -> Placement | Rejection:
+        while True:
+            try:
+                return await self._driver.link.place(request)
+            except Unavailable:
+                # The request's deadline ends this: streams go on while a coordinator restarts.
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    def _set_timer(self, delay_s: float, event: Event) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.feed, event)
+
+    # --- accounts --------------------------------------------------------------------------------
+
+    def _observe_tokens(self, count: int) -> None:
+        now, metrics = self._driver.clock(), self._driver.metrics
+        if self._last_token_at is None:
+            metrics.first_token(now - self._arrival, len(self.state.prompt), self.state.sources)
+        else:
+            metrics.next_tokens(now - self._last_token_at)
+        metrics.generated(count)
+        self._last_token_at = now
+
+    def _observe_finish(self, finish: Finish) -> None:
+        reason = finish.reason or ("error" if finish.end == "failed" else "abort")
+        recovered = finish.recovered if finish.end == "finished" else ()
+        self._driver.metrics.finished(reason, self._driver.clock() - self._arrival, recovered)

@@ -1,0 +1,482 @@
+"""The state of one request: its attempts, and what the client has already got.
+
+Pure: events go in, instructions come out, time is an argument (seconds of one monotonic clock).
+
+    new ──► placing ⇄ running ──► finished | failed
+               │         │
+               │         └──► draining ──► finished | aborted | failed
+               └──► finished | aborted | failed
+
+`draining`: the client has its answer, but a worker may still hold memory for the cancelled
+attempt; the coordinator hears of the end when the worker has confirmed it. Every request gives
+exactly one Finish, and every attempt that was asked for and not rejected is ended at the
+coordinator exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Literal, assert_never
+
+import msgspec
+
+from pd_cluster.errors import (
+    AttemptsExhausted,
+    BadRequest,
+    DeadlineExceeded,
+    InvalidTransition,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+from pd_cluster.types import (
+    AttemptEnded,
+    AttemptId,
+    CancelAttempt,
+    FinishReason,
+    Outcome,
+    Output,
+    Placement,
+    PlaceRequest,
+    Rejection,
+    SamplingParams,
+    Sources,
+    StartAttempt,
+    WorkerId,
+    pack_ints,
+)
+
+State = Literal["new", "placing", "running", "draining", "finished", "aborted", "failed"]
+End = Literal["finished", "aborted", "failed"]
+
+TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
+    {
+        ("new", "placing"),
+        ("placing", "placing"),
+        ("placing", "running"),
+        ("placing", "finished"),
+        ("placing", "aborted"),
+        ("placing", "failed"),
+        ("running", "placing"),
+        ("running", "draining"),
+        ("running", "finished"),
+        ("running", "failed"),
+        ("draining", "finished"),
+        ("draining", "aborted"),
+        ("draining", "failed"),
+    }
+)
+
+# The wait before trying again doubles from the first to the second, in seconds: without it, a dead
+# peer that the coordinator has not noticed yet would use up every attempt within milliseconds.
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MOST_S = 2.0
+STORY_LENGTH = 64
+
+_REJECTIONS: dict[int, type[RequestError]] = {
+    400: BadRequest,
+    429: Overloaded,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has used, in tokens. `sources` is None until the first token is there."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    sources: Sources | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.sources.cached if self.sources else 0
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The request was accepted."""
+
+
+class Placed(msgspec.Struct, frozen=True):
+    placement: Placement
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    rejection: Rejection
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    worker: WorkerId
+    output: Output
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """A decode worker died."""
+
+    worker: WorkerId
+
+
+class SubmitFailed(msgspec.Struct, frozen=True):
+    """StartAttempt did not reach its worker."""
+
+    attempt: AttemptId
+    reason: str
+
+
+class StopStringFound(msgspec.Struct, frozen=True):
+    """The text of the tokens so far holds one of the request's stop strings."""
+
+
+class ClientGone(msgspec.Struct, frozen=True):
+    """Nobody waits for the answer any more."""
+
+
+class DeadlinePassed(msgspec.Struct, frozen=True):
+    """The request's time is over."""
+
+
+class DrainExpired(msgspec.Struct, frozen=True):
+    """A cancelled attempt was not confirmed in time; the worker's reports will tell what it still
+    holds.
+    """
+
+
+Event = (
+    Started
+    | Placed
+    | Rejected
+    | Delivered
+    | WorkerLost
+    | SubmitFailed
+    | StopStringFound
+    | ClientGone
+    | DeadlinePassed
+    | DrainExpired
+)
+
+# --- instructions --------------------------------------------------------------------------------
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Ask the coordinator, after `delay_s`. Replaces a question that is still open."""
+
+    request: PlaceRequest
+    delay_s: float = 0.0
+
+
+class Submit(msgspec.Struct, frozen=True):
+    worker: WorkerId
+    message: StartAttempt
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    worker: WorkerId
+    message: CancelAttempt
+
+
+class EndAttempt(msgspec.Struct, frozen=True):
+    message: AttemptEnded
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """Tokens for the client."""
+
+    tokens: tuple[int, ...]
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The end, for the client: `reason` with "finished", `error` with "failed".
+
+    `recovered` names what the request has survived: "retracted", "failed", "worker_lost".
+    """
+
+    end: End
+    usage: Usage
+    reason: FinishReason | None = None
+    error: RequestError | None = None
+    recovered: tuple[str, ...] = ()
+
+
+Instruction = Place | Submit | Cancel | EndAttempt | Emit | Finish
+
+
+class RequestState:
+    """Decides what happens next with one request.
+
+    `end_token_ids` end a sequence (end-of-sequence ids unless ignored, and the request's own): a
+    request that lost its worker after such a token needs no further attempt. `max_attempts` bounds
+    the failed attempts; refused and retracted ones are bounded by `deadline` (seconds, same clock
+    as `now`) alone.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        gateway: str,
+        deadline: float,
+        max_attempts: int,
+        end_token_ids: Collection[int] = (),
+        namespace: str | None = None,
+    ) -> None:
+        assert prompt, "a request without a prompt"
+        self.request_id = request_id
+        self.prompt = tuple(prompt)
+        self.params = params
+        self.state: State = "new"
+        self.tokens: list[int] = []
+        self.sources: Sources | None = None
+        self.failures = 0
+        self.story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._gateway = gateway
+        self._deadline = deadline
+        self._max_attempts = max_attempts
+        self._end_token_ids = frozenset(end_token_ids)
+        self._namespace = namespace
+        self._number = 0
+        self._placement: Placement | None = None
+        self._finish: Finish | None = None
+        # Tries since the last token, and the workers that these tries were lost on.
+        self._fruitless = 0
+        self._avoid: dict[WorkerId, None] = {}
+        self._recovered: dict[str, None] = {}
+
+    @property
+    def attempt(self) -> AttemptId:
+        return AttemptId(self.request_id, self._number)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "aborted", "failed")
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            completion_tokens=len(self.tokens),
+            sources=self.sources,
+        )
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """The only mutator. What comes too late or is of another attempt gives no instruction."""
+        if not (isinstance(event, Delivered) and event.output.outcome is None):
+            self.story.append(f"{now:.3f} {self.state} {event}")
+        match event:
+            case Started():
+                if self.state != "new":
+                    raise self._illegal("placing")
+                return self._place(now)
+            case Placed(placement):
+                return self._placed(placement, now)
+            case Rejected(rejection):
+                return self._rejected(rejection, now)
+            case Delivered(worker, output):
+                return self._delivered(worker, output, now)
+            case WorkerLost(worker):
+                if self._placement is None or self._placement.decode != worker:
+                    return []
+                return self._lost(f"decode worker {worker} died", now)
+            case SubmitFailed(attempt, reason):
+                if self._placement is None or attempt != self.attempt:
+                    return []
+                return self._lost(f"decode worker {self._placement.decode}: {reason}", now)
+            case StopStringFound():
+                return self._cancel("finished", reason="stop")
+            case ClientGone():
+                return self._cancel("aborted")
+            case DeadlinePassed():
+                return self._cancel("failed", error=self._deadline_error())
+            case DrainExpired():
+                return self._drained("aborted") if self.state == "draining" else []
+            case _:
+                assert_never(event)
+
+    def validate(self) -> None:
+        """Checks what always holds; our bug where it does not."""
+        assert (self._placement is not None) == (self.state in ("running", "draining"))
+        assert (self._finish is not None) == (self.state == "draining" or self.ended)
+        assert len(self.tokens) <= self.params.max_tokens
+        assert self.failures <= self._max_attempts
+        assert self.sources is not None or not self.tokens
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def _placed(self, placement: Placement, now: float) -> list[Instruction]:
+        if self.ended or placement.attempt != self.attempt:
+            return []
+        self._move("running")
+        self._placement = placement
+        message = StartAttempt(
+            attempt=self.attempt,
+            gateway=self._gateway,
+            prefill=placement.prefill,
+            tokens=pack_ints(self.prompt + tuple(self.tokens)),
+            prompt_len=len(self.prompt),
+            params=self.params,
+            timeout_s=max(0.0, self._deadline - now),
+            namespace=self._namespace,
+        )
+        return [Submit(placement.decode, message)]
+
+    def _rejected(self, rejection: Rejection, now: float) -> list[Instruction]:
+        if self.ended or rejection.attempt != self.attempt:
+            return []
+        if self.state != "placing":
+            raise self._illegal("failed")
+        if self.tokens and rejection.status in (429, 503):
+            # The client has part of the answer: only the deadline ends the wait for a place.
+            self._fruitless += 1
+            return self._place(now, delay_s=rejection.retry_after_s)
+        error = _REJECTIONS[rejection.status](
+            rejection.message, code=rejection.reason, retry_after=rejection.retry_after_s
+        )
+        return self._end("failed", error=error)
+
+    def _delivered(self, worker: WorkerId, output: Output, now: float) -> list[Instruction]:
+        placement = self._placement
+        if placement is None or placement.decode != worker or output.attempt != self.attempt:
+            return []
+        if self.state == "draining":
+            return self._drained(output.outcome) if output.outcome else []
+        instructions: list[Instruction] = []
+        if self.sources is None:
+            self.sources = output.sources
+        if output.tokens:
+            self.tokens.extend(output.tokens)
+            self._fruitless = 0
+            self._avoid.clear()
+            instructions.append(Emit(output.tokens))
+        match output.outcome:
+            case None:
+                return instructions
+            case "finished":
+                instructions.append(self._end_attempt("finished"))
+                return instructions + self._end("finished", reason=output.finish_reason)
+            case "refused":
+                return instructions + self._again("refused", output.message, now)
+            case "retracted":
+                return instructions + self._again("retracted", output.message, now)
+            case "failed" | "aborted":
+                # We have not asked for an abort: it is the worker's failure.
+                return instructions + self._again("failed", output.message, now)
+
+    def _lost(self, message: str, now: float) -> list[Instruction]:
+        if self.state == "draining":
+            return self._drained("aborted")
+        return self._again("failed", message, now, cause="worker_lost")
+
+    def _cancel(
+        self,
+        end: End,
+        *,
+        reason: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> list[Instruction]:
+        """Ends the request for the client, whatever it is doing."""
+        if self.state == "draining" or self.ended:
+            return []
+        if self.state == "placing":
+            return [self._end_attempt("aborted"), *self._end(end, reason=reason, error=error)]
+        self._move("draining")
+        assert self._placement is not None
+        self._finish = self._make_finish(end, reason=reason, error=error)
+        return [Cancel(self._placement.decode, CancelAttempt(attempt=self.attempt)), self._finish]
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _again(
+        self,
+        outcome: Literal["refused", "retracted", "failed"],
+        message: str,
+        now: float,
+        cause: str | None = None,
+    ) -> list[Instruction]:
+        """The attempt ended without ending the request: tries once more, or gives up."""
+        assert self._placement is not None
+        decode = self._placement.decode
+        ended = self._end_attempt(outcome)
+        if len(self.tokens) >= self.params.max_tokens:
+            return [ended, *self._end("finished", reason="length")]
+        if self.tokens and self.tokens[-1] in self._end_token_ids:
+            return [ended, *self._end("finished", reason="stop")]
+        if outcome == "failed":
+            self.failures += 1
+            if self.failures >= self._max_attempts:
+                error = AttemptsExhausted(
+                    f"{self.failures} attempts failed, the last one: {message}",
+                    code="attempts_exhausted",
+                )
+                return [ended, *self._end("failed", error=error)]
+        if outcome != "refused":
+            self._recovered[cause or outcome] = None
+        if outcome == "refused" or cause == "worker_lost":
+            self._avoid[decode] = None
+        self._fruitless += 1
+        return [ended, *self._place(now)]
+
+    def _place(self, now: float, delay_s: float | None = None) -> list[Instruction]:
+        self._move("placing")
+        self._number += 1
+        if delay_s is None:
+            # The first two tries follow at once: most reasons for a second one concern one worker
+            # only.
+            doublings = self._fruitless - 2
+            delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2**doublings) if doublings >= 0 else 0.0
+        request = PlaceRequest(
+            attempt=self.attempt,
+            gateway=self._gateway,
+            prompt_len=len(self.prompt) + len(self.tokens),
+            max_tokens=self.params.max_tokens - len(self.tokens),
+            timeout_s=max(0.0, self._deadline - now - delay_s),
+            resumed=bool(self.tokens),
+            avoid=tuple(self._avoid),
+        )
+        return [Place(request, delay_s)]
+
+    def _end_attempt(self, outcome: Outcome) -> EndAttempt:
+        self._placement = None
+        return EndAttempt(AttemptEnded(attempt=self.attempt, outcome=outcome))
+
+    def _drained(self, outcome: Outcome) -> list[Instruction]:
+        assert self._finish is not None
+        self._move(self._finish.end)
+        return [self._end_attempt(outcome)]
+
+    def _end(
+        self, end: End, *, reason: FinishReason | None = None, error: RequestError | None = None
+    ) -> list[Instruction]:
+        self._move(end)
+        self._finish = self._make_finish(end, reason=reason, error=error)
+        return [self._finish]
+
+    def _make_finish(
+        self, end: End, *, reason: FinishReason | None, error: RequestError | None
+    ) -> Finish:
+        return Finish(
+            end=end,
+            usage=self.usage,
+            reason=reason,
+            error=error,
+            recovered=tuple(self._recovered),
+        )
+
+    def _move(self, finish: State) -> None:
+        if (self.state, finish) not in TRANSITIONS:
+            raise self._illegal(finish)
+        self.state = finish
+
+    def _illegal(self, finish: State) -> InvalidTransition:
+        return InvalidTransition(f"request {self.request_id}", self.state, finish, self.story)
+
+    def _deadline_error(self) -> DeadlineExceeded:
+        where = "waiting for a place" if self.state == "placing" else f"attempt {self._number}"
+        return DeadlineExceeded(
+            f"the request's time was over ({where}, {len(self.tokens)} tokens generated)",
+            code="deadline_exceeded",
+        )

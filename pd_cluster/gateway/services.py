@@ -1,0 +1,21 @@
+"""What the routes of one application share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd_cluster.config import Config
+from pd_cluster.gateway.backend import Backend, ModelInfo
+from pd_cluster.gateway.prepare import Preparer
+from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.observability.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True)
+class Services:
+    backend: Backend
+    tokenizer: Tokenizer
+    model: ModelInfo
+    config: Config
+    metrics: GatewayMetrics
+    prepare: Preparer

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+HELLO = "Hello, wörld 🌍!"
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def test_whole_answer(client, cluster):
+    cluster.prefill_hit = 3
+    response = await client.post("/v1/chat/completions", json=ASK)
+    assert response.status_code == 200
+    body = response.json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": HELLO, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    prompt_tokens = cluster.started[0].prompt_len
+    assert body["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(HELLO.encode()) + 1,
+        "total_tokens": prompt_tokens + len(HELLO.encode()) + 1,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert cluster.idle
+
+
+async def test_stream(client, events, texts, cluster):
+    response = await client.post("/v1/chat/completions", json={**ASK, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert texts(chunks) == HELLO
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (
+        len(chunks) - 1
+    )
+    assert chunks[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert all("usage" not in chunk for chunk in chunks)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "�" not in response.text
+
+
+async def test_usage_chunk_case_28(client, events):
+    ask = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events((await client.post("/v1/chat/completions", json=ask)).text)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(HELLO.encode()) + 1
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+
+
+async def test_first_token_is_sent_at_once_case_29(call, cluster):
+    cluster.gates[1] = asyncio.Event()
+    stream = call("/v1/chat/completions", {**ASK, "stream": True})
+    role, first = await stream.next_events(2)
+    assert first["choices"][0]["delta"] == {"content": "H"}
+    cluster.gates[1].set()
+    await stream.task
+    assert cluster.idle
+
+
+async def test_completions(client: httpx.AsyncClient, cluster, tokenizer):
+    prompts = ["one", "two two"]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 5}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    assert [(each["index"], each["text"]) for each in answer["choices"]] == [
+        (0, "Hello"),
+        (1, "Hello"),
+    ]
+    assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
+    assert answer["usage"]["prompt_tokens"] == 10
+    assert answer["usage"]["completion_tokens"] == 10
+    assert {each.prompt_len for each in cluster.started} == {3, 7}
+
+
+async def test_generate_as_the_walk_through_calls_it(client: httpx.AsyncClient, cluster):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    response = await client.post("/generate", content=b'{"text": "abc"}', headers=form)
+    assert response.status_code == 200
+    body = response.json()
+    assert body["text"] == HELLO
+    assert body["meta_info"]["prompt_tokens"] == 3
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 257}
