@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from pd_kernels import native
+from pd_kernels.paged import check_pages, check_table, compilable
 from pd_kernels.registry import Op
+
+_PrefillAttention = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor
+]
 
 # Queries that the reference scores at once: bounds its memory to this many rows of the context.
 _QUERY_BLOCK = 128
@@ -48,7 +56,59 @@ def prefill_attention_reference(
     return out
 
 
-PREFILL_ATTENTION = Op("prefill_attention", prefill_attention_reference)
+def _compiled() -> _PrefillAttention:
+    kernels = native.by_dtype("prefill_attention", "pqppp pq ppp qqq qqqq qqq f i")
+
+    def prefill_attention(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        q_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        ctx_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        kernel = kernels.get(q.dtype)
+        if kernel is None or not compilable(q):
+            return prefill_attention_reference(
+                q, k_pages, v_pages, q_indptr, kv_indptr, kv_indices, ctx_lens, scale
+            )
+        geometry = check_pages(q, k_pages, v_pages)
+        batch = q_indptr.shape[0] - 1
+        check_table(batch, kv_indptr, kv_indices, ctx_lens)
+        if q_indptr.dtype is not torch.int32 or not q_indptr.is_contiguous():
+            raise ValueError("q_indptr must be contiguous int32")
+        out = torch.empty(q.shape, dtype=q.dtype)
+        if kernel(
+            q.data_ptr(),
+            q.stride(0),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            out.data_ptr(),
+            q_indptr.data_ptr(),
+            q.shape[0],
+            kv_indptr.data_ptr(),
+            kv_indices.data_ptr(),
+            ctx_lens.data_ptr(),
+            batch,
+            kv_indices.shape[0],
+            *geometry,
+            scale,
+            torch.get_num_threads(),
+        ):
+            raise IndexError(
+                "the page table leaves the pages or is too short for ctx_lens, or q_indptr does "
+                "not fit q and ctx_lens"
+            )
+        return out
+
+    return prefill_attention
+
+
+PREFILL_ATTENTION: Op[_PrefillAttention] = Op(
+    "prefill_attention", prefill_attention_reference, {"cpu": _compiled}
+)
 
 
 def prefill_attention(
