@@ -1,0 +1,208 @@
+"""The acceptor's end of a link: it lets a peer write to and read from registered memory."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from pd_transfer.enums import nixl_xfer_op_t
+from pd_transfer.errors import nixlBackendError, nixlNotAllowedError, nixlNotFoundError
+from pd_transfer.handshake import Transport, best_transport, nonce
+from pd_transfer.link import Endpoint, Link
+from pd_transfer.messages import (
+    VERSION,
+    Bye,
+    Challenge,
+    Done,
+    Drained,
+    Failed,
+    Hello,
+    Identity,
+    Message,
+    Notify,
+    Post,
+    ProtocolError,
+    ReadEnded,
+    Ready,
+    Refused,
+    Sealed,
+    Stop,
+    Stopped,
+    refusal_code,
+    unpack_runs,
+)
+from pd_transfer.runs import Runs
+from pd_transfer.wire import Receiving, Sending
+
+logger: Final = logging.getLogger("pd_transfer")
+
+_HANDSHAKE_SECONDS: Final = 10.0
+
+
+@dataclass(eq=False)
+class _Service:
+    """A transfer of the peer's. `admitted`: its regions are held."""
+
+    post: Post
+    runs: Runs
+    admitted: bool
+    job: Sending | Receiving | None = None
+
+
+class AcceptedLink(Link):
+    def __init__(self, owner: Endpoint, secret: bytes, sock: socket.socket) -> None:
+        super().__init__(owner, secret)
+        self._services: dict[int, _Service] = {}
+        self._expecting = self._hello
+        self._timer = owner.loop.later(
+            _HANDSHAKE_SECONDS, lambda: self._disconnected("handshake took too long")
+        )
+        self.attach(sock)
+
+    def _disconnected(self, reason: str) -> None:
+        if not self.open:
+            logger.info("a connection to agent %r ended: %s", self.owner.state.name, reason)
+        self.owner.lost(self, nixlBackendError(reason))
+
+    # The handshake.
+
+    def _hello(self, message: Message, body: bytes) -> None:
+        if not isinstance(message, Hello) or not message.name or len(message.generation) != 16:
+            raise ProtocolError("the first message is not a greeting")
+        if message.version != VERSION:
+            self._refuse(nixlBackendError(f"protocol {message.version}, here {VERSION}"))
+        elif message.wanted_generation != self.owner.state.generation:
+            self._refuse(nixlNotFoundError(f"{self.owner.state.name!r} has been restarted since"))
+        else:
+            self.peer, self.generation = message.name, message.generation
+            self._transcript.add(body)
+            self._transcript.add(self.connection.send(Challenge(VERSION, nonce())))
+            self._expecting = self._identity
+
+    def _identity(self, message: Message, body: bytes) -> None:
+        identity = self._opened(message)
+        if not isinstance(identity, Identity):
+            raise ProtocolError("expected an identity")
+        self.connection.trust()
+        self._watch_process(identity)
+        best = best_transport(self.owner.transport, identity)
+        self.connection.send(self._transcript.seal(b"acceptor", self.owner.probe.identity(best)))
+        self._expecting = self._ready_to_connect
+
+    def _ready_to_connect(self, message: Message, body: bytes) -> None:
+        ready = self._opened(message)
+        if not isinstance(ready, Ready):
+            raise ProtocolError("expected readiness")
+        try:
+            transport = Transport(ready.transport)
+        except ValueError as error:
+            raise ProtocolError(f"transport {ready.transport}") from error
+        wire = self._open_wire(transport)
+        try:
+            self._connect_wire(ready.worker, transport)
+        except nixlBackendError as error:
+            self._refuse(error)
+            return
+        self._timer.cancel()
+        self.connection.send(self._transcript.seal(b"acceptor", Ready(transport, wire.address)))
+        self._ready()
+
+    def _opened(self, message: Message) -> Message:
+        if not isinstance(message, Sealed):
+            raise ProtocolError("expected a sealed message")
+        try:
+            return self._transcript.open(b"dialer", message)
+        except nixlNotAllowedError as error:
+            self._refuse(error)
+            raise ProtocolError(str(error)) from error
+
+    def _refuse(self, error: Exception) -> None:
+        self.connection.send(Refused(refusal_code(error), str(error)))
+        self._disconnected(f"refused: {error}")
+
+    # Afterwards.
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Post():
+                self._begin(message)
+            case Notify():
+                self.owner.state.notified(self.peer, message.message)
+            case Stopped():
+                service = self._services.get(message.id)
+                # None where its end crossed with the abort.
+                if service is not None and isinstance(service.job, Receiving):
+                    self.wire.stop_receiving(service.job, message.sent)
+            case Stop():
+                service = self._services.get(message.id)
+                if service is not None and isinstance(service.job, Sending):
+                    self.wire.stop_sending(service.job)
+                    self.connection.send(Stopped(message.id, service.job.next))
+            case ReadEnded():
+                self._read_ended(message)
+            case Bye():
+                self.owner.forget(self)
+            case _:
+                raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _begin(self, post: Post) -> None:
+        addresses, lengths = unpack_runs(post)
+        if post.id in self._services or post.operation not in (0, 1):
+            raise ProtocolError("a transfer that cannot be")
+        service = _Service(post, Runs(addresses, addresses, lengths), admitted=True)
+        try:
+            self.owner.state.regions.admit(post.regions, addresses, lengths)
+        except nixlNotFoundError as error:
+            service.admitted = False
+            self.connection.send(Failed(post.id, refusal_code(error), str(error)))
+        if post.operation == nixl_xfer_op_t.NIXL_READ:
+            if service.admitted:
+                service.job = Sending(post.id, addresses, lengths, lambda: None)
+                self._services[post.id] = service
+                self.wire.send(service.job)
+        else:
+            service.job = Receiving(
+                post.id,
+                addresses,
+                lengths,
+                lambda: self._write_ended(service),
+                discard=not service.admitted,
+            )
+            self._services[post.id] = service
+            self.wire.receive(service.job)
+
+    def _write_ended(self, service: _Service) -> None:
+        post, job = service.post, service.job
+        assert isinstance(job, Receiving)
+        del self._services[post.id]
+        if service.admitted:
+            self.owner.state.regions.release(post.regions)
+        if job.discard:
+            self.connection.send(Drained(post.id))
+            return
+        # Acknowledged first: the notification's callback may take its time.
+        self.connection.send(Done(post.id))
+        self.owner.state.served(nixl_xfer_op_t.NIXL_WRITE, service.runs, post.descriptors)
+        if post.notification is not None:
+            self.owner.state.notified(self.peer, post.notification)
+
+    def _read_ended(self, message: ReadEnded) -> None:
+        service = self._services.pop(message.id, None)
+        if service is None:
+            raise ProtocolError("the end of a read that is not there")
+        self.owner.state.regions.release(service.post.regions)
+        if message.completed:
+            self.owner.state.served(
+                nixl_xfer_op_t.NIXL_READ, service.runs, service.post.descriptors
+            )
+            if message.notification is not None:
+                self.owner.state.notified(self.peer, message.notification)
+
+    def _end_all(self, error: Exception) -> None:
+        self._timer.cancel()
+        for service in self._services.values():
+            if service.admitted:
+                self.owner.state.regions.release(service.post.regions)
+        self._services.clear()

@@ -1,0 +1,122 @@
+"""One control connection: frames over a non-blocking TCP socket, in the loop's thread."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from pd_transfer.loop import Loop
+from pd_transfer.messages import (
+    HEADER,
+    PEER_FRAME,
+    STRANGER_FRAME,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+)
+
+_READ: Final = 256 * 1024
+
+
+class Connection:
+    """Calls `received` for each message and `closed` once, with why."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        received: Callable[[Message, bytes], None],
+        closed: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._received = received
+        self._closed = closed
+        self._in = bytearray()
+        self._out = bytearray()
+        self._limit = STRANGER_FRAME
+        self._waiting_to_write = False
+        self.open = True
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that loses power sends no end of file. Its kernel answers these probes even while
+        # the process is stopped, so a stopped peer is not taken for a dead one.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        loop.watch(sock.fileno(), self._ready)
+
+    def trust(self) -> None:
+        """The peer has proved itself: allow it long frames."""
+        self._limit = PEER_FRAME
+
+    def send(self, message: Message) -> bytes:
+        """Send now or when the socket takes it. Returns the encoded message."""
+        body = encode(message)
+        if self.open:
+            self._out += HEADER.pack(len(body)) + body
+            self._flush()
+        return body
+
+    def close(self) -> None:
+        """Close without calling `closed`."""
+        if self.open:
+            self.open = False
+            self._loop.unwatch(self._sock.fileno())
+            self._sock.close()
+
+    def _fail(self, reason: str) -> None:
+        if self.open:
+            self.close()
+            self._closed(reason)
+
+    def _ready(self) -> None:
+        self._flush()
+        if self.open:
+            self._read()
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                del self._out[: self._sock.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # Not closed here: the caller may be amid its own work, and what the peer sent before
+            # is still to be read. The socket's readiness tells of the error again.
+            self._out.clear()
+        if bool(self._out) != self._waiting_to_write:
+            self._waiting_to_write = bool(self._out)
+            self._loop.watch_writable(self._sock.fileno(), self._waiting_to_write)
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(f"connection lost: {error}")
+            return
+        if not data:
+            self._fail("connection closed")
+            return
+        self._in += data
+        try:
+            self._frames()
+        except ProtocolError as error:
+            self._fail(str(error))
+
+    def _frames(self) -> None:
+        while self.open and len(self._in) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._in)
+            if length > self._limit:
+                raise ProtocolError(f"a frame of {length} bytes")
+            end = HEADER.size + length
+            if len(self._in) < end:
+                return
+            body = bytes(memoryview(self._in)[HEADER.size : end])
+            del self._in[:end]
+            self._received(decode(body), body)

@@ -1,0 +1,330 @@
+"""The dialer's end of a link: it issues transfers and learns how they end."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+from dataclasses import dataclass
+
+from pd_transfer.enums import nixl_xfer_op_t
+from pd_transfer.errors import (
+    nixlBackendError,
+    nixlCancelledError,
+    nixlNotAllowedError,
+    nixlRemoteDisconnectError,
+)
+from pd_transfer.handshake import Transport, best_transport, nonce
+from pd_transfer.link import Endpoint, Link
+from pd_transfer.loop import Timer
+from pd_transfer.messages import (
+    VERSION,
+    Bye,
+    Challenge,
+    Done,
+    Drained,
+    Failed,
+    Hello,
+    Identity,
+    Message,
+    Notify,
+    Post,
+    ProtocolError,
+    ReadEnded,
+    Ready,
+    Refused,
+    Sealed,
+    Stop,
+    Stopped,
+    pack_runs,
+    refusal,
+)
+from pd_transfer.metadata import Metadata
+from pd_transfer.state import Transfer
+from pd_transfer.wire import Receiving, Sending
+
+
+@dataclass(eq=False)
+class _Operation:
+    """A posted transfer. It ends when the peer has confirmed and UCX is done with our memory."""
+
+    id: int
+    transfer: Transfer
+    job: Sending | Receiving | None = None
+    stopping: bool = False
+    refused: bool = False
+    confirmed: bool = False
+    error: Exception | None = None
+
+
+class DialedLink(Link):
+    def __init__(
+        self, owner: Endpoint, secret: bytes, peer: Metadata, address: tuple[str, int]
+    ) -> None:
+        super().__init__(owner, secret)
+        self.peer, self.generation = peer.name, peer.generation
+        self._address = address
+        self._leaving = False
+        self._ids = itertools.count(1)
+        self._operations: dict[int, _Operation] = {}
+        self._by_transfer: dict[Transfer, _Operation] = {}
+        # What is asked for before the link is open, in order.
+        self._waiting: list[Transfer | Notify] = []
+        self._dialing: socket.socket | None = None
+        self._timer: Timer | None = None
+        self._transport = Transport.NETWORK
+
+    def dial(self, timeout: float) -> None:
+        if self.closed:
+            return
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._dialing = sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        self._timer = self.owner.loop.later(timeout, lambda: self._disconnected("no answer"))
+        self.owner.loop.watch(sock.fileno(), self._dialed)
+        failure = sock.connect_ex(self._address)
+        if failure not in (0, errno.EINPROGRESS):
+            self._disconnected(f"cannot connect: {os.strerror(failure)}")
+        else:
+            self.owner.loop.watch_writable(sock.fileno(), True)
+
+    def _dialed(self) -> None:
+        sock = self._dialing
+        assert sock is not None
+        failure = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            self._disconnected(f"cannot connect: {os.strerror(failure)}")
+            return
+        self._stop_dialing()
+        self.attach(sock)
+        self._transcript.add(
+            self.connection.send(
+                Hello(
+                    VERSION,
+                    self.owner.state.name,
+                    self.owner.state.generation,
+                    self.generation,
+                    nonce(),
+                )
+            )
+        )
+        self._expecting = self._challenge
+
+    def _stop_dialing(self) -> None:
+        if self._dialing is not None:
+            self.owner.loop.unwatch(self._dialing.fileno())
+            self._dialing = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # The handshake. It has no deadline: the peer may be stopped or busy for long.
+
+    def _challenge(self, message: Message, body: bytes) -> None:
+        if isinstance(message, Refused):
+            self._refused(message)
+            return
+        if not isinstance(message, Challenge) or message.version != VERSION:
+            raise ProtocolError("expected a challenge")
+        self._transcript.add(body)
+        identity = self.owner.probe.identity(self.owner.transport)
+        self.connection.send(self._transcript.seal(b"dialer", identity))
+        self._expecting = self._identity
+
+    def _identity(self, message: Message, body: bytes) -> None:
+        if isinstance(message, Refused):
+            self._refused(message)
+            return
+        identity = self._opened(message)
+        if not isinstance(identity, Identity):
+            raise ProtocolError("expected an identity")
+        self.connection.trust()
+        self._watch_process(identity)
+        self._transport = best_transport(self.owner.transport, identity)
+        wire = self._open_wire(self._transport)
+        ready = Ready(self._transport, wire.address)
+        self.connection.send(self._transcript.seal(b"dialer", ready))
+        self._expecting = self._ready_to_connect
+
+    def _ready_to_connect(self, message: Message, body: bytes) -> None:
+        if isinstance(message, Refused):
+            self._refused(message)
+            return
+        ready = self._opened(message)
+        if not isinstance(ready, Ready) or ready.transport != self._transport:
+            raise ProtocolError("expected readiness")
+        try:
+            self._connect_wire(ready.worker, self._transport)
+        except nixlBackendError as error:
+            self.owner.lost(self, error)
+            return
+        self._ready()
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            if isinstance(item, Notify):
+                self.connection.send(item)
+            else:
+                self._start(item)
+        self._leave_if_done()
+
+    def _opened(self, message: Message) -> Message:
+        if not isinstance(message, Sealed):
+            raise ProtocolError("expected a sealed message")
+        try:
+            return self._transcript.open(b"acceptor", message)
+        except nixlNotAllowedError as error:
+            raise ProtocolError(str(error)) from error
+
+    def _refused(self, message: Refused) -> None:
+        error = refusal(message.code, f"{self.peer!r} refused: {message.text}")
+        self.owner.lost(self, error)
+
+    def _disconnected(self, reason: str) -> None:
+        self.owner.lost(self, nixlRemoteDisconnectError(f"{self.peer!r}: {reason}"))
+
+    # What the agent asks.
+
+    def submit(self, transfer: Transfer) -> None:
+        if self.open:
+            self._start(transfer)
+        else:
+            self._waiting.append(transfer)
+
+    def notify(self, message: Notify) -> None:
+        if self.open:
+            self.connection.send(message)
+        else:
+            self._waiting.append(message)
+
+    def abort(self, transfer: Transfer) -> None:
+        if transfer in self._waiting:
+            self._waiting.remove(transfer)
+            self.owner.state.finished(transfer, nixlCancelledError("aborted before it began"))
+            return
+        operation = self._by_transfer.get(transfer)
+        if operation is None or operation.stopping:
+            return  # it has ended, or is about to
+        operation.stopping = True
+        if isinstance(operation.job, Sending):
+            self._stop_sending(operation)
+        else:
+            self.connection.send(Stop(operation.id))
+
+    def leave(self) -> None:
+        """Abort everything; close once nothing of it can land any more."""
+        self._leaving = True
+        for item in list(self._waiting):
+            if not isinstance(item, Notify):
+                self.abort(item)
+        for operation in list(self._operations.values()):
+            self.abort(operation.transfer)
+        self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self._leaving and not self.closed and not self._operations and not self._waiting:
+            if self.open:
+                self.connection.send(Bye())
+            self.owner.forget(self)
+
+    # The life of an operation.
+
+    def _start(self, transfer: Transfer) -> None:
+        operation = _Operation(next(self._ids), transfer)
+        runs = transfer.runs
+        addresses, lengths, uniform = pack_runs(runs.remote, runs.lengths)
+        reading = transfer.operation == nixl_xfer_op_t.NIXL_READ
+        self._operations[operation.id] = operation
+        self._by_transfer[transfer] = operation
+        self.connection.send(
+            Post(
+                operation.id,
+                int(transfer.operation),
+                transfer.remote_regions,
+                addresses,
+                lengths,
+                uniform,
+                transfer.descriptors,
+                None if reading else transfer.notification,
+            )
+        )
+
+        def ended() -> None:
+            self._job_ended(operation)
+
+        if reading:
+            operation.job = Receiving(operation.id, runs.local, runs.lengths, ended)
+            self.wire.receive(operation.job)
+        else:
+            operation.job = Sending(operation.id, runs.local, runs.lengths, ended)
+            self.wire.send(operation.job)
+
+    def _handle(self, message: Message) -> None:
+        if not isinstance(message, Done | Failed | Drained | Stopped):
+            raise ProtocolError(f"unexpected {type(message).__name__}")
+        operation = self._operations.get(message.id)
+        if operation is None:
+            if isinstance(message, Stopped):
+                return  # a read that completed while its abort was on the way
+            raise ProtocolError("news of a transfer that is not there")
+        match message:
+            case Done():
+                operation.confirmed = True
+            case Drained():
+                operation.confirmed = True
+                operation.error = operation.error or nixlCancelledError("aborted")
+            case Failed():
+                operation.error = refusal(message.code, f"{self.peer!r}: {message.text}")
+                operation.refused = True
+                self._failed(operation)
+                return
+            case Stopped():
+                if not isinstance(operation.job, Receiving):
+                    raise ProtocolError("a stop of what was not to be read")
+                operation.error = operation.error or nixlCancelledError("aborted")
+                self.wire.stop_receiving(operation.job, message.sent)
+                return
+        self._end_if_done(operation)
+
+    def _failed(self, operation: _Operation) -> None:
+        if isinstance(operation.job, Receiving):
+            self.wire.stop_receiving(operation.job, 0)
+        elif not operation.stopping:
+            operation.stopping = True
+            self._stop_sending(operation)
+
+    def _stop_sending(self, operation: _Operation) -> None:
+        assert isinstance(operation.job, Sending)
+        self.wire.stop_sending(operation.job)
+        self.connection.send(Stopped(operation.id, operation.job.next))
+
+    def _job_ended(self, operation: _Operation) -> None:
+        if isinstance(operation.job, Receiving):
+            operation.confirmed = True
+        self._end_if_done(operation)
+
+    def _end_if_done(self, operation: _Operation) -> None:
+        job = operation.job
+        assert job is not None
+        if not operation.confirmed or (isinstance(job, Sending) and not job.idle):
+            return
+        del self._operations[operation.id]
+        del self._by_transfer[operation.transfer]
+        if isinstance(job, Receiving) and not operation.refused:
+            completed = operation.error is None
+            notification = operation.transfer.notification if completed else None
+            self.connection.send(ReadEnded(operation.id, completed, notification))
+        self.owner.state.finished(operation.transfer, operation.error)
+        self._leave_if_done()
+
+    def _end_all(self, error: Exception) -> None:
+        sock = self._dialing
+        self._stop_dialing()
+        if sock is not None:
+            sock.close()
+        ending = [item for item in self._waiting if not isinstance(item, Notify)]
+        ending += [operation.transfer for operation in self._operations.values()]
+        self._waiting.clear()
+        self._operations.clear()
+        self._by_transfer.clear()
+        for transfer in ending:
+            self.owner.state.finished(transfer, error)

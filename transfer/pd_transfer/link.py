@@ -1,0 +1,133 @@
+"""What the two ends of a link have in common: a control connection, a wire, the peer's life.
+
+A link has a direction. The dialer added the acceptor as a remote agent and issues transfers; the
+acceptor serves them out of and into its registered memory. Two agents that added each other have
+two links. dialed.py and accepted.py are the two ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ucxx._lib import libucxx
+
+from pd_transfer.connection import Connection
+from pd_transfer.errors import nixlBackendError
+from pd_transfer.handshake import Probe, Transcript, Transport, host_id
+from pd_transfer.loop import Loop
+from pd_transfer.messages import Identity, Message, ProtocolError
+from pd_transfer.state import State
+from pd_transfer.wire import Wire
+
+
+class Endpoint(Protocol):
+    """What a link needs of its backend."""
+
+    state: State
+    loop: Loop
+    probe: Probe
+    transport: Transport
+
+    def context(self, transport: Transport) -> Any: ...
+
+    def opened(self, link: Link) -> None: ...
+
+    def lost(self, link: Link, error: Exception) -> None:
+        """The link's peer is to be given up, with all of its links."""
+
+    def forget(self, link: Link) -> None:
+        """The link alone is to be closed, on purpose."""
+
+
+class Link(ABC):
+    def __init__(self, owner: Endpoint, secret: bytes) -> None:
+        self.owner = owner
+        self.peer = ""
+        self.generation = b""
+        self.closed = False
+        self.open = False
+        self._transcript = Transcript(secret)
+        self._expecting: Callable[[Message, bytes], None] = self._unexpected
+        self._connection: Connection | None = None
+        self._wire: Wire | None = None
+        self._pidfd = -1
+
+    @property
+    def wire(self) -> Wire:
+        assert self._wire is not None
+        return self._wire
+
+    @property
+    def connection(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def attach(self, sock: socket.socket) -> None:
+        self._connection = Connection(self.owner.loop, sock, self._received, self._disconnected)
+
+    def close(self, error: Exception) -> None:
+        """Nothing of this link lands or leaves after this; what was under way ends with `error`."""
+        if self.closed:
+            return
+        self.closed, self.open = True, False
+        if self._wire is not None:
+            self._wire.destroy()
+        if self._pidfd >= 0:
+            self.owner.loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+        if self._connection is not None:
+            self._connection.close()
+        self._end_all(error)
+
+    @abstractmethod
+    def _end_all(self, error: Exception) -> None:
+        """Give back what the operations of this link hold."""
+
+    @abstractmethod
+    def _handle(self, message: Message) -> None:
+        """A message after the handshake.
+
+        Raises:
+            ProtocolError: it has no place here.
+        """
+
+    @abstractmethod
+    def _disconnected(self, reason: str) -> None: ...
+
+    def _open_wire(self, transport: Transport) -> Wire:
+        self._wire = Wire(self.owner.loop, self.owner.context(transport), self._disconnected)
+        return self._wire
+
+    def _connect_wire(self, address: bytes, transport: Transport) -> None:
+        try:
+            self.wire.connect(address, transport)
+        except libucxx.UCXError as error:
+            raise nixlBackendError(f"no transport to {self.peer!r}: {error}") from error
+
+    def _watch_process(self, identity: Identity) -> None:
+        """A killed process whose children hold its socket sends no end of file; this tells."""
+        if identity.host != host_id() or identity.pid == os.getpid():
+            return
+        try:
+            self._pidfd = os.pidfd_open(identity.pid)
+        except OSError:
+            return  # gone already, which the connection will tell, or not supported here
+        self.owner.loop.watch(self._pidfd, lambda: self._disconnected("process ended"))
+
+    def _ready(self) -> None:
+        self.open = True
+        self._expecting = self._serve
+        self.owner.opened(self)
+
+    def _serve(self, message: Message, body: bytes) -> None:
+        self._handle(message)
+
+    def _unexpected(self, message: Message, body: bytes) -> None:
+        raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _received(self, message: Message, body: bytes) -> None:
+        self._expecting(message, body)

@@ -1,0 +1,226 @@
+"""What travels on a control connection: typed msgpack in length-prefixed frames.
+
+dialer                                acceptor
+Hello            ->
+                 <-                   Challenge | Refused
+Sealed(Identity) ->                             handshake.py
+                 <-                   Sealed(Identity) | Refused
+Sealed(Ready)    ->
+                 <-                   Sealed(Ready)
+Post, Notify     ->                   then at any time
+                 <-                   Done | Failed
+Stopped (WRITE)  ->                   the dialer sends no further message of this transfer
+                 <-                   Drained: all that was sent has been taken or thrown away
+Stop (READ)      ->
+                 <-                   Stopped
+ReadEnded        ->
+Bye              ->                   the dialer closes on purpose
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from pd_transfer.errors import (
+    nixlBackendError,
+    nixlNotAllowedError,
+    nixlNotFoundError,
+)
+from pd_transfer.regions import Vector
+
+VERSION: Final = 1
+HEADER: Final = struct.Struct("<I")
+# Before its peer has proved itself, a connection cannot make us hold more than this.
+STRANGER_FRAME: Final = 16 * 1024
+PEER_FRAME: Final = 256 * 1024 * 1024
+MAX_TRANSFER_BYTES: Final = 1 << 42
+
+
+class ProtocolError(Exception):
+    """The other side sent what no agent of this version sends. Its connection is closed."""
+
+
+class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    version: int
+    name: str
+    generation: bytes
+    wanted_generation: bytes
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    version: int
+    nonce: bytes
+
+
+class Refused(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    code: int
+    text: str
+
+
+class Sealed(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """An encoded message and the proof that its sender knows the secret and this handshake."""
+
+    mac: bytes
+    body: bytes
+
+
+class Identity(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """Where a process runs, and the best transport that it can use with its peer."""
+
+    host: str
+    pid: int
+    probe_address: int
+    probe: bytes
+    transport: int
+
+
+class Ready(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """The chosen transport, the dialer's word being final, and the UCX worker's address."""
+
+    transport: int
+    worker: bytes
+
+
+class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """A transfer begins. `addresses` is (R,) uint64 little-endian, in the acceptor's memory.
+
+    `lengths` likewise, or empty where all runs have `uniform` bytes.
+    """
+
+    id: int
+    operation: int
+    regions: list[int]
+    addresses: bytes
+    lengths: bytes
+    uniform: int
+    descriptors: int
+    notification: bytes | None
+
+
+class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    id: int
+
+
+class Failed(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    id: int
+    code: int
+    text: str
+
+
+class Stop(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    id: int
+
+
+class Stopped(msgspec.Struct, tag=12, array_like=True, frozen=True):
+    id: int
+    sent: int
+
+
+class Drained(msgspec.Struct, tag=13, array_like=True, frozen=True):
+    id: int
+
+
+class ReadEnded(msgspec.Struct, tag=14, array_like=True, frozen=True):
+    id: int
+    completed: bool
+    notification: bytes | None
+
+
+class Notify(msgspec.Struct, tag=15, array_like=True, frozen=True):
+    message: bytes
+
+
+class Bye(msgspec.Struct, tag=16, array_like=True, frozen=True):
+    pass
+
+
+Message = (
+    Hello
+    | Challenge
+    | Refused
+    | Sealed
+    | Identity
+    | Ready
+    | Post
+    | Done
+    | Failed
+    | Stop
+    | Stopped
+    | Drained
+    | ReadEnded
+    | Notify
+    | Bye
+)
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    try:
+        message: Message = _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"not a message: {error}") from error
+    return message
+
+
+def pack_runs(addresses: Vector, lengths: Vector) -> tuple[bytes, bytes, int]:
+    """The fields `addresses`, `lengths` and `uniform` of a `Post`."""
+    uniform = bool(len(lengths)) and bool((lengths == lengths[0]).all())
+    return (
+        addresses.astype("<u8").tobytes(),
+        b"" if uniform else lengths.astype("<u8").tobytes(),
+        int(lengths[0]) if uniform else 0,
+    )
+
+
+def unpack_runs(post: Post) -> tuple[Vector, Vector]:
+    """Addresses and lengths, (R,) uint64 each.
+
+    Raises:
+        ProtocolError: they do not belong together, a run is empty, or all is absurdly long.
+    """
+    if len(post.addresses) % 8 or len(post.lengths) % 8:
+        raise ProtocolError("torn descriptors")
+    addresses = np.frombuffer(post.addresses, "<u8").astype(np.uint64)
+    if post.uniform:
+        if not 0 < post.uniform <= MAX_TRANSFER_BYTES:
+            raise ProtocolError("a length out of range")
+        lengths = np.full(len(addresses), post.uniform, np.uint64)
+    else:
+        lengths = np.frombuffer(post.lengths, "<u8").astype(np.uint64)
+    if len(lengths) != len(addresses) or not lengths.all():
+        raise ProtocolError("runs without lengths")
+    if len(lengths) and int(lengths.max()) * len(lengths) > MAX_TRANSFER_BYTES * 1024:
+        raise ProtocolError("a transfer out of range")
+    if int(lengths.sum()) > MAX_TRANSFER_BYTES:
+        raise ProtocolError("a transfer out of range")
+    return addresses, lengths
+
+
+# Refusals cross the wire by NIXL's status values.
+_CODES: Final = {
+    nixlBackendError: -3,
+    nixlNotFoundError: -4,
+    nixlNotAllowedError: -6,
+}
+
+
+def refusal_code(error: Exception) -> int:
+    return _CODES[type(error)]
+
+
+def refusal(code: int, text: str) -> Exception:
+    for kind, value in _CODES.items():
+        if value == code:
+            return kind(text)
+    return nixlBackendError(f"refused with status {code}: {text}")

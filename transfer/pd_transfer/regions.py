@@ -1,0 +1,167 @@
+"""Registered memory: what may be read and written, and what of it a transfer is using."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pd_transfer.descriptors import Rows
+from pd_transfer.enums import nixl_mem_t
+from pd_transfer.errors import nixlNotAllowedError, nixlNotFoundError
+
+RegionIds = npt.NDArray[np.int64]
+Vector = npt.NDArray[np.uint64]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One registration. Its id is never used again, so a stale reference cannot hit a later one."""
+
+    id: int
+    kind: int
+    address: int
+    length: int
+    device: int
+
+
+def locate(regions: Sequence[Region], kind: nixl_mem_t, rows: Rows) -> RegionIds:
+    """The id of the one region that wholly contains each row.
+
+    Args:
+        rows: (N, 3) uint64 of address, bytes, device.
+
+    Returns:
+        (N,) int64.
+
+    Raises:
+        nixlNotFoundError: a row lies in no single region of its kind and device.
+    """
+    found = np.full(len(rows), -1, np.int64)
+    for device in {region.device for region in regions if region.kind == kind}:
+        mine = [r for r in regions if r.kind == kind and r.device == device]
+        chosen = np.flatnonzero(rows[:, 2] == device)
+        found[chosen] = _find(mine, rows[chosen, 0], rows[chosen, 1])
+    _require_all(found, rows[:, 0], rows[:, 1])
+    return found
+
+
+def _require_all(found: RegionIds, addresses: Vector, lengths: Vector) -> None:
+    missing = np.flatnonzero(found < 0)
+    if len(missing):
+        first = missing[0]
+        raise nixlNotFoundError(
+            f"{len(missing)} of {len(found)} descriptors lie in no registered region; "
+            f"the first is {int(lengths[first])} bytes at {int(addresses[first]):#x}"
+        )
+
+
+def _find(regions: Sequence[Region], addresses: Vector, lengths: Vector) -> RegionIds:
+    """(N,) int64: the id of a region that contains each piece, -1 where there is none."""
+    found = np.full(len(addresses), -1, np.int64)
+    if not regions:
+        return found
+    regions = sorted(regions, key=lambda region: region.address)
+    starts = np.array([r.address for r in regions], np.uint64)
+    sizes = np.array([r.length for r in regions], np.uint64)
+    ids = np.array([r.id for r in regions], np.int64)
+    overlap = bool((starts[1:] - starts[:-1] < sizes[:-1]).any())
+    left = np.arange(len(addresses))
+    nearest = np.searchsorted(starts, addresses, side="right") - 1
+    # The nearest start below decides, but where regions overlap an earlier one may be longer.
+    for step in range(len(regions) if overlap else 1):
+        index = np.maximum(nearest - step, 0)
+        # Written so that no sum can wrap: offset <= size and length <= size - offset.
+        offsets = addresses[left] - starts[index]
+        inside = (nearest >= step) & (offsets <= sizes[index])
+        inside &= lengths[left] <= np.where(inside, sizes[index] - offsets, 0)
+        found[left[inside]] = ids[index[inside]]
+        left, nearest = left[~inside], nearest[~inside]
+        if not len(left):
+            break
+    return found
+
+
+class RegionTable:
+    """The regions of one agent. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[int, Region] = {}
+        self._uses: Counter[int] = Counter()
+        self._ids = itertools.count(1)
+
+    def snapshot(self) -> list[Region]:
+        with self._lock:
+            return list(self._regions.values())
+
+    def add(self, kind: nixl_mem_t, rows: Rows) -> None:
+        with self._lock:
+            for address, length, device in rows.tolist():
+                region = Region(next(self._ids), int(kind), address, length, device)
+                self._regions[region.id] = region
+
+    def remove(self, kind: nixl_mem_t, rows: Rows) -> None:
+        """All of the rows or none.
+
+        Raises:
+            nixlNotFoundError: a row is not exactly one that was registered.
+            nixlNotAllowedError: a transfer is using one; upstream leaves this undefined.
+        """
+        with self._lock:
+            by_place: dict[tuple[int, int, int], list[int]] = {}
+            for region in self._regions.values():
+                if region.kind == kind:
+                    place = (region.address, region.length, region.device)
+                    by_place.setdefault(place, []).append(region.id)
+            leaving = []
+            for address, length, device in rows.tolist():
+                candidates = by_place.get((address, length, device))
+                if not candidates:
+                    raise nixlNotFoundError(f"{length} bytes at {address:#x} are not registered")
+                leaving.append(candidates.pop())
+            busy = sum(self._uses[id] for id in leaving)
+            if busy:
+                raise nixlNotAllowedError(f"{busy} transfers still use this memory")
+            for id in leaving:
+                del self._regions[id]
+
+    def locate(self, kind: nixl_mem_t, rows: Rows) -> RegionIds:
+        return locate(self.snapshot(), kind, rows)
+
+    def hold(self, ids: Iterable[int]) -> None:
+        """Keep these regions from being deregistered.
+
+        Raises:
+            nixlNotFoundError: one has been already.
+        """
+        ids = list(ids)
+        with self._lock:
+            if not self._regions.keys() >= set(ids):
+                raise nixlNotFoundError("the memory has been deregistered since")
+            self._uses.update(ids)
+
+    def admit(self, ids: Iterable[int], addresses: Vector, lengths: Vector) -> None:
+        """Hold exactly these regions for a peer's transfer of (R,) uint64 pieces inside them.
+
+        Raises:
+            nixlNotFoundError: a region is gone, or a piece lies outside of those named.
+        """
+        ids = list(ids)
+        self.hold(ids)
+        try:
+            with self._lock:
+                named = [self._regions[id] for id in ids]
+            _require_all(_find(named, addresses, lengths), addresses, lengths)
+        except nixlNotFoundError:
+            self.release(ids)
+            raise
+
+    def release(self, ids: Iterable[int]) -> None:
+        with self._lock:
+            self._uses.subtract(ids)
+            self._uses = +self._uses

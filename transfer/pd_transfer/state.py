@@ -1,0 +1,220 @@
+"""What an agent and its backend share: peers, notifications, events, counters."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from pd_transfer.enums import nixl_xfer_op_t
+from pd_transfer.errors import nixlCancelledError
+from pd_transfer.metadata import Metadata
+from pd_transfer.regions import RegionTable
+from pd_transfer.runs import Runs
+
+logger: Final = logging.getLogger("pd_transfer")
+
+PeerState = Literal["alive", "dead"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts since the agent was made. Descriptors are counted as given, runs after merging.
+
+    `written` and `read` are this agent's finished operations, `received` and `served` what peers
+    wrote to and read from it. A transfer that failed or was aborted counts in neither.
+    """
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_received: int = 0
+    bytes_served: int = 0
+    descriptors_written: int = 0
+    descriptors_read: int = 0
+    descriptors_received: int = 0
+    descriptors_served: int = 0
+    runs_written: int = 0
+    runs_read: int = 0
+    runs_received: int = 0
+    runs_served: int = 0
+    notifications_sent: int = 0
+    notifications_received: int = 0
+    handles_open: int = 0
+    transfers_active: int = 0
+    transfers_done: int = 0
+    transfers_failed: int = 0
+    transfers_aborted: int = 0
+    peers_lost: int = 0
+
+
+class Event(NamedTuple):
+    """Something the application may want to act on.
+
+    `handle` is ``int(handle)`` of the transfer that ended, 0 for the other kinds.
+    """
+
+    kind: Literal["notification", "transfer", "peer"]
+    peer: str
+    handle: int = 0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One post of a handle. The backend ends it by `State.finished`, exactly once."""
+
+    operation: nixl_xfer_op_t
+    peer: str
+    generation: bytes
+    runs: Runs
+    descriptors: int
+    local_regions: list[int]
+    remote_regions: list[int]
+    notification: bytes | None
+    handle: int
+    ended: bool = False
+    error: Exception | None = None
+
+
+class Peer(NamedTuple):
+    """A peer's metadata. `epoch` tells a peer that was removed and added again from before."""
+
+    metadata: Metadata
+    epoch: int
+
+
+@dataclass(eq=False)
+class State:
+    """Shared by the application's threads and the backend's; all methods are safe from any."""
+
+    name: str
+    generation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    regions: RegionTable = field(default_factory=RegionTable)
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.callback: Callable[[Event], None] | None = None
+        self._notifications: dict[str, list[bytes]] = {}
+        self._counts = asdict(Statistics())
+
+    # What the backend reports.
+
+    def notified(self, peer: str, message: bytes) -> None:
+        with self.lock:
+            self._notifications.setdefault(peer, []).append(message)
+        self.count(notifications_received=1)
+        self._emit(Event("notification", peer))
+
+    def finished(self, transfer: Transfer, error: Exception | None = None) -> None:
+        assert not transfer.ended
+        self.regions.release(transfer.local_regions)
+        if error is None:
+            done = "read" if transfer.operation == nixl_xfer_op_t.NIXL_READ else "written"
+            self._count_data(done, transfer.runs.nbytes, transfer.descriptors, transfer.runs)
+            self.count(transfers_done=1, notifications_sent=transfer.notification is not None)
+        elif isinstance(error, nixlCancelledError):
+            self.count(transfers_aborted=1)
+        else:
+            self.count(transfers_failed=1)
+        self.count(transfers_active=-1)
+        transfer.error = error
+        transfer.ended = True
+        self._emit(Event("transfer", transfer.peer, transfer.handle))
+
+    def served(self, operation: nixl_xfer_op_t, runs: Runs, descriptors: int) -> None:
+        done = "served" if operation == nixl_xfer_op_t.NIXL_READ else "received"
+        self._count_data(done, runs.nbytes, descriptors, runs)
+
+    def lost(self, peer: str, generation: bytes) -> None:
+        """The peer is dead and nothing from it can land any more."""
+        with self.lock:
+            known = self.peers.get(peer)
+            if known is not None and known.metadata.generation == generation:
+                del self.peers[peer]
+        self.count(peers_lost=1)
+        self._emit(Event("peer", peer))
+
+    # What the agent asks.
+
+    def take_notifications(self) -> dict[str, list[bytes]]:
+        with self.lock:
+            taken, self._notifications = self._notifications, {}
+        return taken
+
+    def count(self, **changes: int) -> None:
+        with self.lock:
+            for name, change in changes.items():
+                self._counts[name] += change
+
+    def statistics(self) -> Statistics:
+        with self.lock:
+            return Statistics(**self._counts)
+
+    def _count_data(self, done: str, nbytes: int, descriptors: int, runs: Runs) -> None:
+        self.count(
+            **{
+                f"bytes_{done}": nbytes,
+                f"descriptors_{done}": descriptors,
+                f"runs_{done}": len(runs.lengths),
+            }
+        )
+
+    def _emit(self, event: Event) -> None:
+        callback = self.callback
+        if callback is None:
+            return
+        try:
+            callback(event)
+        except Exception:
+            # The application's mistake must not end the thread that moves everybody's data.
+            logger.exception("the event callback of agent %r failed", self.name)
+
+
+class Backend(ABC):
+    """How bytes move. One per agent; every method may be called from any thread."""
+
+    kind: str
+
+    @abstractmethod
+    def connection(self) -> bytes:
+        """What a peer's backend needs to reach this one."""
+
+    @abstractmethod
+    def connect(self, peer: Metadata) -> None:
+        """Start to reach a peer; transfers may be posted at once.
+
+        Raises:
+            nixlMismatchError: `peer.connection` cannot be read.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Abort all transfers to the peer and forget it."""
+
+    @abstractmethod
+    def post(self, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def abort(self, transfer: Transfer) -> None:
+        """Stop what can be stopped; the transfer ends when nothing of it can land any more."""
+
+    @abstractmethod
+    def notify(self, peer: str, message: bytes) -> None: ...
+
+    @abstractmethod
+    def peer_state(self, peer: str) -> PeerState | None:
+        """None: never heard of."""
+
+    @abstractmethod
+    def why_lost(self, peer: str) -> Exception | None:
+        """Why a peer is dead, as the exception for who uses it; None if it is not."""
+
+    @abstractmethod
+    def peer_is_quiet(self, peer: str) -> bool: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,220 @@
+"""The UCX backend: links to peers, and what is known of the peers' lives."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+
+# UCX warns about a memory hook on every start where there is no GPU; read when it is loaded.
+os.environ.setdefault("UCX_LOG_LEVEL", "error")
+
+from pd_transfer.accepted import AcceptedLink
+from pd_transfer.dialed import DialedLink
+from pd_transfer.errors import (
+    nixlCancelledError,
+    nixlMismatchError,
+    nixlNotFoundError,
+    nixlRemoteDisconnectError,
+)
+from pd_transfer.handshake import Probe, Transport, allow_tracing
+from pd_transfer.link import Link
+from pd_transfer.loop import Loop
+from pd_transfer.messages import Notify
+from pd_transfer.metadata import Metadata
+from pd_transfer.state import Backend, PeerState, State, Transfer
+from pd_transfer.wire import open_context
+
+_TRANSPORTS: Final = {
+    "auto": Transport.CROSS_MEMORY,
+    "cross-memory": Transport.CROSS_MEMORY,
+    "shared-memory": Transport.SHARED_MEMORY,
+    "network": Transport.NETWORK,
+}
+
+
+@dataclass(frozen=True)
+class UcxOptions:
+    """
+    Args:
+        host: where the control connections are accepted; loopback unless told otherwise.
+        port: 0 takes a free one.
+        advertise: the address that peers are told, `host` if empty. Needed for a wildcard `host`.
+        transport: the best one to use. "auto" and "cross-memory" read the peer's memory directly
+            on one host, "shared-memory" copies through segments, "network" behaves as if every
+            peer were on another host.
+        connect_timeout: seconds until a peer that does not answer at all counts as dead.
+        settings: UCX's own, without the `UCX_` prefix, e.g. ``{"NET_DEVICES": "lo"}``.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    transport: Literal["auto", "cross-memory", "shared-memory", "network"] = "auto"
+    connect_timeout: float = 10.0
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(f"transport is one of {list(_TRANSPORTS)}, not {self.transport!r}")
+        if self.host in ("", "0.0.0.0", "::") and not self.advertise:
+            raise ValueError("a wildcard host needs an address to advertise")
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    port: int
+    key: bytes
+    """What to prove knowledge of, where agents were given no secret of their own."""
+
+
+class UcxBackend(Backend):
+    kind = "UCX"
+
+    def __init__(self, state: State, options: UcxOptions, secret: bytes | None) -> None:
+        self.state = state
+        self.transport = _TRANSPORTS[options.transport]
+        self.loop = Loop(f"pd_transfer {state.name}")
+        self.probe = Probe()
+        self._options = options
+        self._secret = secret
+        self._key = secrets.token_bytes(32) if secret is None else b""
+        self._contexts: dict[Transport, Any] = {}
+        self._dialed: dict[str, DialedLink] = {}
+        self._links: set[Link] = set()
+        self._lost: dict[str, Exception] = {}
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        self._listener = socket.create_server(
+            (options.host, options.port), family=family, backlog=1024
+        )
+        self._listener.setblocking(False)
+        self._port: int = self._listener.getsockname()[1]
+        allow_tracing()
+        self.loop.watch(self._listener.fileno(), self._accept)
+        self.loop.start()
+
+    # For the application's threads.
+
+    def connection(self) -> bytes:
+        host = self._options.advertise or self._options.host
+        return msgspec.msgpack.encode(_Address(host, self._port, self._key))
+
+    def connect(self, peer: Metadata) -> None:
+        try:
+            address = msgspec.msgpack.decode(peer.connection, type=_Address)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise nixlMismatchError(f"{peer.name!r} has no address: {error}") from error
+        secret = address.key if self._secret is None else self._secret
+        if not secret:
+            raise nixlMismatchError(f"{peer.name!r} demands a secret and this agent has none")
+        link = DialedLink(self, secret, peer, (address.host, address.port))
+        self._dialed[peer.name] = link
+        self._links.add(link)
+        self._lost.pop(peer.name, None)
+        self._call(lambda: link.dial(self._options.connect_timeout))
+
+    def disconnect(self, peer: str) -> None:
+        link = self._dialed.pop(peer, None)
+        if link is not None:
+            self.loop.call(link.leave)
+
+    def post(self, transfer: Transfer) -> None:
+        self._call(lambda: self._post(transfer), transfer)
+
+    def abort(self, transfer: Transfer) -> None:
+        self.loop.call(lambda: self._abort(transfer))
+
+    def notify(self, peer: str, message: bytes) -> None:
+        link = self._dialed.get(peer)
+        if link is None:
+            raise self._lost.get(peer) or nixlNotFoundError(f"unknown agent {peer!r}")
+        self._call(lambda: link.notify(Notify(message)))
+
+    def peer_state(self, peer: str) -> PeerState | None:
+        if not self.peer_is_quiet(peer):
+            return "alive"
+        return "dead" if peer in self._lost else None
+
+    def why_lost(self, peer: str) -> Exception | None:
+        return self._lost.get(peer)
+
+    def peer_is_quiet(self, peer: str) -> bool:
+        return all(link.peer != peer for link in list(self._links))
+
+    def close(self) -> None:
+        self.loop.stop(self._shut_down)
+
+    def _call(self, function: Callable[[], None], transfer: Transfer | None = None) -> None:
+        if not self.loop.call(function):
+            error = nixlRemoteDisconnectError(f"agent {self.state.name!r} is closed")
+            if transfer is None:
+                raise error
+            self.state.finished(transfer, error)
+
+    # For the loop's thread.
+
+    def context(self, transport: Transport) -> Any:
+        if transport not in self._contexts:
+            self._contexts[transport] = open_context(transport, self._options.settings)
+        return self._contexts[transport]
+
+    def opened(self, link: Link) -> None:
+        self._lost.pop(link.peer, None)
+
+    def lost(self, link: Link, error: Exception) -> None:
+        if link not in self._links:
+            return
+        peer, generation = link.peer, link.generation
+        stranger = isinstance(link, AcceptedLink) and not link.open
+        if stranger:
+            self._close(link, error)
+            return
+        self._lost[peer] = error
+        for other in list(self._links):
+            if (other.peer, other.generation) == (peer, generation):
+                self._close(other, error)
+        self.state.lost(peer, generation)
+
+    def forget(self, link: Link) -> None:
+        self._close(link, nixlCancelledError(f"{link.peer!r} was removed"))
+
+    def _close(self, link: Link, error: Exception) -> None:
+        link.close(error)
+        self._links.discard(link)
+        if self._dialed.get(link.peer) is link:
+            del self._dialed[link.peer]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            secret = self._key if self._secret is None else self._secret
+            self._links.add(AcceptedLink(self, secret, sock))
+
+    def _post(self, transfer: Transfer) -> None:
+        link = self._dialed.get(transfer.peer)
+        if link is not None and link.generation == transfer.generation:
+            link.submit(transfer)
+            return
+        error = self._lost.get(transfer.peer)
+        self.state.finished(transfer, error or nixlNotFoundError(f"{transfer.peer!r} was removed"))
+
+    def _abort(self, transfer: Transfer) -> None:
+        for link in list(self._links):
+            if isinstance(link, DialedLink) and link.peer == transfer.peer:
+                link.abort(transfer)
+
+    def _shut_down(self) -> None:
+        self.loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        error = nixlRemoteDisconnectError(f"agent {self.state.name!r} was closed")
+        for link in list(self._links):
+            self._close(link, error)
+        self._contexts.clear()
