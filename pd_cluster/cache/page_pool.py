@@ -192,7 +192,7 @@ class PagePool:
 
     def count_idle(self, pages: Pages) -> int:
         """How many of these pages are not in flight."""
-        return self._count_idle(_index(pages))
+        return self._count_idle(_index(pages)) if self._in_flight else pages.size
 
     def validate(self) -> None:
         """Check every invariant of the pool; O(num_pages)."""
@@ -279,4 +279,5 @@ def _index(pages: Pages) -> _Index:
 
     By way of unsigned, so that a negative number is out of range and not counted from the end.
     """
+    assert pages.dtype == np.int32
     return pages.view(np.uint32).astype(np.intp)

@@ -82,6 +82,13 @@ def test_numbers_outside_the_pool_are_refused(pool: PagePool, page: int) -> None
             use(pages_of(page))
 
 
+def test_other_types_of_page_numbers_are_refused(pool: PagePool) -> None:
+    pool.allocate(4)
+    with pytest.raises(AssertionError):
+        pool.free(np.array([1, 2]))  # type: ignore[arg-type]
+    assert pool.counts().private == 4
+
+
 def test_in_flight_counts_before_any_other_state(pool: PagePool) -> None:
     pages = pool.allocate(6)
     pool.publish(pages[:4])

@@ -199,6 +199,20 @@ def test_a_locked_prefix_is_never_evicted() -> None:
     worker.cache.validate()
 
 
+def test_eviction_takes_whole_leaves_and_stops_when_none_is_left(worker: Worker) -> None:
+    cache = worker.cache
+    for prompt in ("ABCD", "XY", "Q"):
+        worker.run(prompt)
+    node, table = worker.start("ZZZ")
+    assert cache.evict(0, worker.clock.now) == 0
+    assert cache.evict(1, worker.clock.now) == 4
+    assert [worker.peek(prompt) for prompt in ("ABCD", "XY", "Q")] == [0, 2, 1]
+    assert cache.evict(9, worker.clock.now) == 3
+    assert cache.evict(9, worker.clock.now) == 0
+    assert cache.statistics().evicted == 7
+    cache.finish(ids("ZZZ"), table, node, now=worker.clock.tick())
+
+
 def test_a_prefix_matched_but_not_locked_can_go_and_the_lock_says_so() -> None:
     worker = make_worker(num_pages=4)
     worker.run("ABC")
