@@ -26,6 +26,9 @@ from pd_kernels import (
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
+# More than the tokens that bfloat16 cannot tell from the best one.
+_EXACT_LOGITS = 16
+
 
 class KVPages(Protocol):
     """A page pool, seen as views [num_pages, page_size, num_kv_heads, head_dim] of each layer."""
@@ -56,6 +59,26 @@ class _Layer:
         )
 
 
+class _Head:
+    """The last product, with logits in float32.
+
+    In bfloat16 a logit of 16 or more is rounded to eighths, so the best tokens often tie. Those few
+    are computed again without that rounding.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._product = PackedLinear(weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        rounded = self._product(hidden)
+        if rounded.dtype == torch.float32:
+            return rounded
+        best = rounded.topk(min(_EXACT_LOGITS, rounded.shape[1])).indices
+        exact = torch.einsum("rh,rkh->rk", hidden.float(), self._weight[best].float())
+        return rounded.float().scatter_(1, best, exact)
+
+
 class Decoder:
     """A Llama model, ready to run.
 
@@ -67,7 +90,7 @@ class Decoder:
         self._embedding = weights.embedding()
         self._layers = [_Layer.pack(weights.layer(index)) for index in range(config.num_layers)]
         self._norm = weights.norm()
-        self._head = PackedLinear(weights.head())
+        self._head = _Head(weights.head())
         table = rope_cos_sin(config.head_dim, config.max_positions, config.rope_theta)
         self._cos_sin = table.to(self._embedding.device)
         self._scale = config.head_dim**-0.5
@@ -98,7 +121,7 @@ class Decoder:
             hidden = layer.down(silu_and_mul(layer.gate_up(hidden)))
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden = fused_add_rms_norm(hidden, residual, norm, eps)
-        return self._head(hidden).float()
+        return self._head(hidden)
 
     def _attend(self, qkv: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """The attention of a layer, [N, num_heads * head_dim]; rotates `qkv` in place."""
