@@ -221,7 +221,12 @@ class DialedLink(Link):
         self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if self._leaving and not self.closed and not self._operations and not self._waiting:
+        if self._leaving and not self._operations and not self._waiting:
+            # Not now: the wire may be amid its progress.
+            self.owner.loop.call(self._left)
+
+    def _left(self) -> None:
+        if not self.closed:
             if self.open:
                 self.connection.send(Bye())
             self.owner.forget(self)

@@ -179,7 +179,8 @@ class Wire:
 
         `on_done` is called when the last of them has been taken, unless it has been already.
         """
-        if job.done:
+        ended = job.done
+        if ended:
             return
         job.limit = limit
         job.discard = True
