@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self, assert_never
 
 from pd_cluster.config import Config
-from pd_cluster.errors import Unavailable
+from pd_cluster.errors import InvalidTransition, RequestError, Unavailable
 from pd_cluster.gateway.backend import Generated, GenerateRequest
 from pd_cluster.gateway.request import (
     Cancel,
@@ -148,6 +148,7 @@ class RunningRequest:
             request.prompt,
             request.params,
             gateway=driver.name,
+            now=driver.clock(),
             deadline=self._deadline,
             max_attempts=driver.config.max_attempts,
             end_token_ids=request.end_token_ids,
@@ -203,12 +204,27 @@ class RunningRequest:
     # --- the cluster's side ----------------------------------------------------------------------
 
     def feed(self, event: Event) -> None:
-        for instruction in self.state.handle(event, self._driver.clock()):
+        try:
+            instructions = self.state.handle(event, self._driver.clock())
+        except InvalidTransition as error:
+            # Our bug; the client gets an answer all the same.
+            logger.exception("request %s", self.state.request_id)
+            self._results.put_nowait(self._broken(error))
+            self._leave()
+            return
+        for instruction in instructions:
             self._carry_out(instruction)
         if self.state.ended:
-            self._driver.leave(self)
-            if self._timer is not None:
-                self._timer.cancel()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._driver.leave(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _broken(self, error: InvalidTransition) -> Finish:
+        answer = RequestError(f"internal error: {type(error).__name__}", code="internal_error")
+        return Finish(end="failed", usage=self.state.usage, error=answer)
 
     def _carry_out(self, instruction: Instruction) -> None:
         driver = self._driver

@@ -15,7 +15,6 @@ coordinator exactly once.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Literal, assert_never
 
@@ -30,6 +29,7 @@ from pd_cluster.errors import (
     RequestError,
     Unavailable,
 )
+from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -50,29 +50,26 @@ from pd_cluster.types import (
 State = Literal["new", "placing", "running", "draining", "finished", "aborted", "failed"]
 End = Literal["finished", "aborted", "failed"]
 
-TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
-    {
-        ("new", "placing"),
-        ("placing", "placing"),
-        ("placing", "running"),
-        ("placing", "finished"),
-        ("placing", "aborted"),
-        ("placing", "failed"),
-        ("running", "placing"),
-        ("running", "draining"),
-        ("running", "finished"),
-        ("running", "failed"),
-        ("draining", "finished"),
-        ("draining", "aborted"),
-        ("draining", "failed"),
-    }
-)
+TRANSITIONS: Transitions[State] = {
+    ("new", "placing"): "asks for a first placement",
+    ("placing", "placing"): "asks again, the client has part of the answer",
+    ("placing", "running"): "placed, and handed to its decode worker",
+    ("placing", "finished"): "a stop string was in the text of an earlier attempt",
+    ("placing", "aborted"): "nobody waits any more",
+    ("placing", "failed"): "rejected, or out of time",
+    ("running", "placing"): "the attempt was refused, retracted or lost",
+    ("running", "draining"): "cancelled, the worker has not confirmed it",
+    ("running", "finished"): "all tokens are there",
+    ("running", "failed"): "too many attempts failed",
+    ("draining", "finished"): "the worker has confirmed, or is dead",
+    ("draining", "aborted"): "the worker has confirmed, or is dead",
+    ("draining", "failed"): "the worker has confirmed, or is dead",
+}
 
 # The wait before trying again doubles from the first to the second, in seconds: without it, a dead
 # peer that the coordinator has not noticed yet would use up every attempt within milliseconds.
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MOST_S = 2.0
-STORY_LENGTH = 64
 
 _REJECTIONS: dict[int, type[RequestError]] = {
     400: BadRequest,
@@ -204,7 +201,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 Instruction = Place | Submit | Cancel | EndAttempt | Emit | Finish
 
 
-class RequestState:
+class RequestState(Tracked[State]):
     """Decides what happens next with one request.
 
     `end_token_ids` end a sequence (end-of-sequence ids unless ignored, and the request's own): a
@@ -220,20 +217,20 @@ class RequestState:
         params: SamplingParams,
         *,
         gateway: str,
+        now: float,
         deadline: float,
         max_attempts: int,
         end_token_ids: Collection[int] = (),
         namespace: str | None = None,
     ) -> None:
         assert prompt, "a request without a prompt"
+        super().__init__(f"request {request_id}", "new", TRANSITIONS, now)
         self.request_id = request_id
         self.prompt = tuple(prompt)
         self.params = params
-        self.state: State = "new"
         self.tokens: list[int] = []
         self.sources: Sources | None = None
         self.failures = 0
-        self.story: deque[str] = deque(maxlen=STORY_LENGTH)
         self._gateway = gateway
         self._deadline = deadline
         self._max_attempts = max_attempts
@@ -265,8 +262,6 @@ class RequestState:
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """The only mutator. What comes too late or is of another attempt gives no instruction."""
-        if not (isinstance(event, Delivered) and event.output.outcome is None):
-            self.story.append(f"{now:.3f} {self.state} {event}")
         match event:
             case Started():
                 if self.state != "new":
@@ -287,13 +282,13 @@ class RequestState:
                     return []
                 return self._lost(f"decode worker {self._placement.decode}: {reason}", now)
             case StopStringFound():
-                return self._cancel("finished", reason="stop")
+                return self._cancel("finished", now, "stop string", reason="stop")
             case ClientGone():
-                return self._cancel("aborted")
+                return self._cancel("aborted", now, "client gone")
             case DeadlinePassed():
-                return self._cancel("failed", error=self._deadline_error())
+                return self._cancel("failed", now, "deadline", error=self._deadline_error())
             case DrainExpired():
-                return self._drained("aborted") if self.state == "draining" else []
+                return self._drained("aborted", now) if self.state == "draining" else []
             case _:
                 assert_never(event)
 
@@ -310,7 +305,7 @@ class RequestState:
     def _placed(self, placement: Placement, now: float) -> list[Instruction]:
         if self.ended or placement.attempt != self.attempt:
             return []
-        self._move("running")
+        self.move("running", now, f"attempt {self._number} on {placement.decode}")
         self._placement = placement
         message = StartAttempt(
             attempt=self.attempt,
@@ -332,18 +327,18 @@ class RequestState:
         if self.tokens and rejection.status in (429, 503):
             # The client has part of the answer: only the deadline ends the wait for a place.
             self._fruitless += 1
-            return self._place(now, delay_s=rejection.retry_after_s)
+            return self._place(now, rejection.message, delay_s=rejection.retry_after_s)
         error = _REJECTIONS[rejection.status](
             rejection.message, code=rejection.reason, retry_after=rejection.retry_after_s
         )
-        return self._end("failed", error=error)
+        return self._end("failed", now, rejection.message, error=error)
 
     def _delivered(self, worker: WorkerId, output: Output, now: float) -> list[Instruction]:
         placement = self._placement
         if placement is None or placement.decode != worker or output.attempt != self.attempt:
             return []
         if self.state == "draining":
-            return self._drained(output.outcome) if output.outcome else []
+            return self._drained(output.outcome, now) if output.outcome else []
         instructions: list[Instruction] = []
         if self.sources is None:
             self.sources = output.sources
@@ -357,7 +352,7 @@ class RequestState:
                 return instructions
             case "finished":
                 instructions.append(self._end_attempt("finished"))
-                return instructions + self._end("finished", reason=output.finish_reason)
+                return instructions + self._end("finished", now, reason=output.finish_reason)
             case "refused":
                 return instructions + self._again("refused", output.message, now)
             case "retracted":
@@ -368,12 +363,14 @@ class RequestState:
 
     def _lost(self, message: str, now: float) -> list[Instruction]:
         if self.state == "draining":
-            return self._drained("aborted")
+            return self._drained("aborted", now)
         return self._again("failed", message, now, cause="worker_lost")
 
     def _cancel(
         self,
         end: End,
+        now: float,
+        why: str,
         *,
         reason: FinishReason | None = None,
         error: RequestError | None = None,
@@ -382,8 +379,9 @@ class RequestState:
         if self.state == "draining" or self.ended:
             return []
         if self.state == "placing":
-            return [self._end_attempt("aborted"), *self._end(end, reason=reason, error=error)]
-        self._move("draining")
+            ended = self._end_attempt("aborted")
+            return [ended, *self._end(end, now, why, reason=reason, error=error)]
+        self.move("draining", now, why)
         assert self._placement is not None
         self._finish = self._make_finish(end, reason=reason, error=error)
         return [Cancel(self._placement.decode, CancelAttempt(attempt=self.attempt)), self._finish]
@@ -402,9 +400,9 @@ class RequestState:
         decode = self._placement.decode
         ended = self._end_attempt(outcome)
         if len(self.tokens) >= self.params.max_tokens:
-            return [ended, *self._end("finished", reason="length")]
+            return [ended, *self._end("finished", now, message, reason="length")]
         if self.tokens and self.tokens[-1] in self._end_token_ids:
-            return [ended, *self._end("finished", reason="stop")]
+            return [ended, *self._end("finished", now, message, reason="stop")]
         if outcome == "failed":
             self.failures += 1
             if self.failures >= self._max_attempts:
@@ -412,16 +410,16 @@ class RequestState:
                     f"{self.failures} attempts failed, the last one: {message}",
                     code="attempts_exhausted",
                 )
-                return [ended, *self._end("failed", error=error)]
+                return [ended, *self._end("failed", now, message, error=error)]
         if outcome != "refused":
             self._recovered[cause or outcome] = None
         if outcome == "refused" or cause == "worker_lost":
             self._avoid[decode] = None
         self._fruitless += 1
-        return [ended, *self._place(now)]
+        return [ended, *self._place(now, f"{outcome}: {message}")]
 
-    def _place(self, now: float, delay_s: float | None = None) -> list[Instruction]:
-        self._move("placing")
+    def _place(self, now: float, why: str = "", delay_s: float | None = None) -> list[Instruction]:
+        self.move("placing", now, why)
         self._number += 1
         if delay_s is None:
             # The first two tries follow at once: most reasons for a second one concern one worker
@@ -443,15 +441,21 @@ class RequestState:
         self._placement = None
         return EndAttempt(AttemptEnded(attempt=self.attempt, outcome=outcome))
 
-    def _drained(self, outcome: Outcome) -> list[Instruction]:
+    def _drained(self, outcome: Outcome, now: float) -> list[Instruction]:
         assert self._finish is not None
-        self._move(self._finish.end)
+        self.move(self._finish.end, now)
         return [self._end_attempt(outcome)]
 
     def _end(
-        self, end: End, *, reason: FinishReason | None = None, error: RequestError | None = None
+        self,
+        end: End,
+        now: float,
+        why: str = "",
+        *,
+        reason: FinishReason | None = None,
+        error: RequestError | None = None,
     ) -> list[Instruction]:
-        self._move(end)
+        self.move(end, now, why)
         self._finish = self._make_finish(end, reason=reason, error=error)
         return [self._finish]
 
@@ -466,13 +470,8 @@ class RequestState:
             recovered=tuple(self._recovered),
         )
 
-    def _move(self, finish: State) -> None:
-        if (self.state, finish) not in TRANSITIONS:
-            raise self._illegal(finish)
-        self.state = finish
-
     def _illegal(self, finish: State) -> InvalidTransition:
-        return InvalidTransition(f"request {self.request_id}", self.state, finish, self.story)
+        return InvalidTransition(self.who, self.state, finish, self.story)
 
     def _deadline_error(self) -> DeadlineExceeded:
         where = "waiting for a place" if self.state == "placing" else f"attempt {self._number}"
