@@ -45,7 +45,7 @@ class Config(_Section):
     cluster_name: str = Field("pd", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
     model: str = Field("smollm2", min_length=1, description="known name, folder or GGUF file")
     served_model_name: str | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     context_length: int | None = Field(None, ge=2, description="tokens; the model's own by default")
 
     host: str = "127.0.0.1"

@@ -7,7 +7,7 @@ says pages; times are seconds, always durations, never another process's clock.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ import numpy.typing as npt
 from pd_cluster.errors import WireError
 
 IntArray = npt.NDArray[np.int32]
+# (address, bytes, device id) of a whole KV memory.
+Region = tuple[int, int, int]
 
 Role = Literal["prefill", "decode"]
 Route = Literal["remote"]
@@ -172,15 +174,15 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A reservation, handed to the prefill worker.
 
-    `agent` and `region` are decode's transfer metadata and the (address, bytes, device id) of its KV
-    memory; `pages` (int32 little-endian) are its pages for the tokens from `resident` on, in order;
-    `resident` is a multiple of the page size.
+    `agent` and `region` are decode's transfer metadata and its KV memory; `pages` (int32
+    little-endian) are its pages for the tokens from `resident` on, in order; `resident` is a
+    multiple of the page size.
     """
 
     attempt: AttemptId
     decode: WorkerId
     agent: bytes
-    region: tuple[int, int, int]
+    region: Region
     tokens: bytes
     params: SamplingParams
     resident: int
@@ -288,7 +290,15 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes, expected: type[T] | tuple[type[T], ...]) -> T:
+@overload
+def decode(data: bytes, expected: type[T]) -> T: ...
+
+
+@overload
+def decode(data: bytes, expected: tuple[type[Any], ...]) -> Any: ...
+
+
+def decode(data: bytes, expected: type[Any] | tuple[type[Any], ...]) -> Any:
     """The message in `data`; WireError if it is none, or none of the `expected` types."""
     try:
         message: Any = _decoder.decode(data)

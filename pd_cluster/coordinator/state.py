@@ -1,10 +1,11 @@
 """What the coordinator knows and decides, pure: who is there, who waits, who serves what.
 
-    PlaceRequest ──► waiting (first come, first served; resumed ones first) ──► placed ──► ended
-                        │ no room in the queue: 429     │ its time is over: 504     │ lease unclaimed
+    PlaceRequest ──► waiting (first come, first served; resumed first) ──► placed ──► ended
+                        │ no room in the queue: 429     │ out of time: 504    │ lease unclaimed
 
-Load is counted when an attempt is placed, not when its worker reports it, so that a burst spreads. A
-placement is a lease: if no report of its decode worker names it within `lease_s`, it is taken back.
+Load is counted when an attempt is placed, not when its worker reports it, so that a burst spreads.
+A placement is a lease: if no report of its decode worker names it within `lease_s`, it is taken
+back.
 """
 
 from __future__ import annotations

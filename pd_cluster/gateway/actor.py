@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,10 +190,8 @@ class GatewayActor:
         """Takes no new requests; running ones get `timeouts.shutdown_s` to finish."""
         if self._server is None or self._serving is None or self._driver is None:
             return
-        end = time.monotonic() + self.config.timeouts.shutdown_s
         self._server.should_exit = True
-        while time.monotonic() < end and not self._serving.done():
-            await asyncio.sleep(0.05)
+        await asyncio.wait([self._serving], timeout=self.config.timeouts.shutdown_s)
         self._driver.close()
         self._server.force_exit = True
         await asyncio.wait([self._serving], timeout=5)

@@ -82,6 +82,11 @@ def resolve_model(name_or_path: str, *, progress: bool = True) -> Path:
     raise ModelError(f"model {name_or_path}: no such folder or file, nor a known name ({names})")
 
 
+def known_models() -> tuple[str, ...]:
+    """Names that `resolve_model` fetches by itself."""
+    return tuple(_KNOWN)
+
+
 def models_dir() -> Path:
     """PD_CLUSTER_CACHE, else pd-cluster in XDG_CACHE_HOME, else in ~/.cache; `models` therein."""
     if own := os.environ.get("PD_CLUSTER_CACHE"):

@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 
-from pd_cluster.cache.layout import Region
 from pd_cluster.cache.node import Node
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
@@ -34,6 +33,7 @@ from pd_cluster.types import (
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
+    Region,
     StartAttempt,
     StartPrefill,
     WorkerId,

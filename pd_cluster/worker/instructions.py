@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pd_cluster.cache.layout import Region
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -16,6 +15,7 @@ from pd_cluster.types import (
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
+    Region,
     SamplingParams,
     StartAttempt,
     StartPrefill,

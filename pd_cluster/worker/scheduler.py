@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pd_cluster.cache.layout import Region
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.types import (
     AbortPrefill,
@@ -18,6 +17,7 @@ from pd_cluster.types import (
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
+    Region,
     StartAttempt,
     StartPrefill,
     WorkerId,
@@ -44,7 +44,6 @@ class WorkerScheduler:
         worker: WorkerId,
         agent: bytes,
         region: Region,
-        page_bytes: int,
         eos_token_ids: Iterable[int],
         max_running: int,
         chunk_tokens: int,
@@ -54,7 +53,6 @@ class WorkerScheduler:
     ) -> None:
         self.cache = cache
         self.worker = worker
-        self.page_bytes = page_bytes
         self.chunk_tokens = chunk_tokens
         self.prefill = PrefillJobs(cache)
         self.decode = DecodeSequences(

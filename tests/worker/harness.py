@@ -87,7 +87,6 @@ class FakeWorker:
             worker=self.id,
             agent=name.encode(),
             region=(0, 0, 0),
-            page_bytes=1,
             eos_token_ids=[EOS],
             max_running=options.get("max_running", 1000),
             chunk_tokens=chunk,

@@ -1,0 +1,265 @@
+"""`pd-cluster`: the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pd_cluster import registry
+from pd_cluster.config import Config, load_config
+from pd_cluster.errors import ConfigError, ModelError, PdClusterError, StartError
+
+app = typer.Typer(
+    name="pd-cluster",
+    help="Serve one language model with prefill and decode apart, and a radix KV cache on both.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+model_app = typer.Typer(help="Fetch and look at models.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+console = Console(stderr=True, highlight=False)
+
+ClusterName = Annotated[str, typer.Option(help="Which of this user's clusters.")]
+# Options of `serve`, grouped as in --help. A value that is not given is left to the config file.
+MODEL, CACHE, LIMITS, CLUSTER = "Model", "KV cache", "Limits", "Cluster"
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file; configs/local.yaml if left out.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value; dots reach into sections.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Known name, folder or GGUF file.", rich_help_panel=MODEL)
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API.", rich_help_panel=MODEL)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32.", rich_help_panel=MODEL)
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Tokens, prompt and answer.", rich_help_panel=MODEL)
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(help="Tokens of a KV page.", rich_help_panel=CACHE)
+    ] = None,
+    max_total_tokens: Annotated[
+        int | None, typer.Option(help="KV pool of each worker.", rich_help_panel=CACHE)
+    ] = None,
+    radix_eviction_policy: Annotated[
+        str | None, typer.Option(help="Which prefixes go first.", rich_help_panel=CACHE)
+    ] = None,
+    radix_eviction_policy_config: Annotated[
+        str | None, typer.Option(help="JSON object for the policy.", rich_help_panel=CACHE)
+    ] = None,
+    disable_radix_cache: Annotated[
+        bool, typer.Option(help="Keep no prefixes.", rich_help_panel=CACHE)
+    ] = False,
+    chunked_prefill_size: Annotated[
+        int | None, typer.Option(help="Prompt tokens in a step.", rich_help_panel=LIMITS)
+    ] = None,
+    max_running_requests: Annotated[
+        int | None, typer.Option(help="On one decode worker.", rich_help_panel=LIMITS)
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None, typer.Option(help="Waiting; above, 429.", rich_help_panel=LIMITS)
+    ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers.", rich_help_panel=CLUSTER)
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(help="Decode workers.", rich_help_panel=CLUSTER)
+    ] = None,
+    cluster_name: Annotated[
+        str | None, typer.Option(help="Tells clusters on one Ray apart.", rich_help_panel=CLUSTER)
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="An existing Ray cluster; else one is started.", rich_help_panel=CLUSTER),
+    ] = None,
+) -> None:
+    """Start a cluster and serve until Ctrl-C, which stops all that was started."""
+    overrides: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "model": model,
+        "served_model_name": served_model_name,
+        "dtype": dtype,
+        "context_length": context_length,
+        "page_size": page_size,
+        "max_total_tokens": max_total_tokens,
+        "radix_eviction_policy": radix_eviction_policy,
+        "radix_eviction_policy_config": _json(
+            "--radix-eviction-policy-config", radix_eviction_policy_config
+        ),
+        "disable_radix_cache": disable_radix_cache or None,
+        "chunked_prefill_size": chunked_prefill_size,
+        "max_running_requests": max_running_requests,
+        "max_queued_requests": max_queued_requests,
+        "prefill": prefill,
+        "decode": decode,
+        "cluster_name": cluster_name,
+    }
+    settings = load_config(config, set_, overrides)
+    running = registry.find(settings.cluster_name)
+    if running is not None:
+        raise StartError(
+            f"cluster {running.cluster_name!r} is served already at {running.url} (process"
+            f" {running.pid}); choose another --cluster-name and --port"
+        )
+    _serve(settings, address)
+
+
+def _serve(config: Config, address: str | None) -> None:
+    from pd_cluster.serve import Server
+
+    stop = threading.Event()
+
+    def on_signal(*_: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    with console.status("starting") as status:
+        server = Server.start(config, address, progress=status.update, should_stop=stop)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        registry.announce(config.cluster_name, server.url)
+        for line in server.describe():
+            console.print(line)
+        # The last line says that it is ready: scripts wait for it.
+        console.print(f"pd-cluster is ready at {server.url}; try:")
+        print(server.example(), flush=True)
+        while not stop.wait(0.5):
+            server.check()
+    finally:
+        registry.withdraw(config.cluster_name)
+        with console.status("stopping"):
+            server.stop()
+
+
+@app.command()
+def status(
+    cluster_name: ClusterName = "pd",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the server says.")] = False,
+) -> None:
+    """Show the workers of a running cluster, their pages and hit rates."""
+    info = _server_info(_running(cluster_name))
+    if as_json:
+        print(json.dumps(info, indent=2))
+        return
+    table = Table(title=f"{cluster_name}: {info['model']} at {info['url']}")
+    columns = ("worker", "running", "waiting", "free", "evictable", "protected", "in flight")
+    for column in (*columns, "hit rate"):
+        table.add_column(column, justify="left" if column == "worker" else "right")
+    for worker in info["workers"]:
+        queries, hits = worker["cache_queries"], worker["cache_hits"]
+        table.add_row(
+            f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
+            *(str(worker[column.replace(" ", "_")]) for column in columns[1:]),
+            f"{hits / queries:.1%}" if queries else "-",
+        )
+    Console().print(table)
+
+
+@app.command()
+def down(
+    cluster_name: ClusterName = "pd",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 60.0,
+) -> None:
+    """Stop a running cluster: as Ctrl-C in its terminal."""
+    running = _running(cluster_name)
+    process = psutil.Process(running.pid)
+    process.terminate()
+    try:
+        process.wait(timeout)
+    except psutil.TimeoutExpired:
+        raise StartError(
+            f"process {running.pid} still runs after {timeout:g} s; its streams may need longer"
+        ) from None
+    console.print(f"cluster {cluster_name!r} is down")
+
+
+@model_app.command("pull")
+def model_pull(name: Annotated[str, typer.Argument(help="A known name, e.g. smollm2.")]) -> None:
+    """Fetch a model into the user's cache, once, and print its folder."""
+    from pd_cluster.model.store import resolve_model
+
+    print(resolve_model(name))
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """The known models, and the folders in the cache."""
+    from pd_cluster.model.store import known_models, models_dir
+
+    for name in known_models():
+        print(name)
+    folder = models_dir()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.is_dir():
+            print(path)
+
+
+def _running(cluster_name: str) -> registry.RunningCluster:
+    running = registry.find(cluster_name)
+    if running is None:
+        raise StartError(f"no cluster {cluster_name!r} is running")
+    return running
+
+
+def _server_info(running: registry.RunningCluster) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"{running.url}/server_info", timeout=15) as response:
+            info: dict[str, Any] = json.load(response)
+    except (OSError, urllib.error.URLError) as error:
+        raise StartError(f"{running.url} does not answer: {error}") from error
+    return {"url": running.url, "pid": running.pid, **info}
+
+
+def _json(option: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: expected a JSON object")
+    return value
+
+
+def main() -> None:
+    """Errors that a user can mend are one line and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except (ConfigError, ModelError, StartError) as error:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except PdClusterError as error:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        time.sleep(0)
+        sys.exit(130)

@@ -1,0 +1,172 @@
+"""Starting, finding and stopping the actors of a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from pd_cluster.config import Config
+from pd_cluster.coordinator.actor import COORDINATOR_GROUPS, CoordinatorActor
+from pd_cluster.errors import StartError
+from pd_cluster.gateway.actor import GatewayActor
+from pd_cluster.peers import COORDINATOR, NAMESPACE, ClusterSpec, actor_name
+from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
+
+logger = logging.getLogger(__name__)
+
+GATEWAY = "gateway-0"
+# Ray's store holds none of our pages: only its own small things.
+OBJECT_STORE_BYTES = 100 * 1024 * 1024
+
+
+def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
+    """Connects to a Ray cluster, or starts one on this machine that ends with this process.
+
+    Raises StartError where Ray cannot be reached or started.
+    """
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
+    # Ray warns, on every import, of a default that is to change for GPU counts; we set none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": temp_dir,
+        }
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except Exception as error:
+        where = f"at {address}" if address else "on this machine"
+        raise StartError(f"no Ray {where}: {error}") from error
+
+
+class Cluster:
+    """The actors that one `serve` started."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.url = ""
+        self.actors: dict[str, Any] = {}
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        model_folder: Path,
+        model_id: str,
+        *,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Cluster:
+        """Starts all actors and waits until requests can be served.
+
+        Ray must have been initialised. Raises StartError, with whatever was started stopped again.
+        """
+        cluster = cls(config)
+        spec = ClusterSpec(
+            config=config.model_dump_json(),
+            model_folder=str(model_folder.resolve()),
+            model_id=model_id,
+            secret=secrets.token_bytes(32),
+        )
+        try:
+            cluster._start(spec, progress)
+        except BaseException:
+            cluster.stop(grace=False)
+            raise
+        return cluster
+
+    def _start(self, spec: ClusterSpec, progress: Callable[[str], None]) -> None:
+        config = self.config
+        deadline = time.monotonic() + config.timeouts.start_s
+        self._launch(COORDINATOR, CoordinatorActor, COORDINATOR_GROUPS, spec)
+        names = []
+        for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+            for index in range(count):
+                name = f"{role}-{index}"
+                self._launch(name, WorkerActor, WORKER_GROUPS, spec, name, role)
+                names.append(name)
+        self._launch(GATEWAY, GatewayActor, {}, spec, GATEWAY)
+        progress(f"loading the model in {len(names)} workers")
+        for name in names:
+            self._get(name, self.actors[name].ready.remote(), deadline)
+        self.url = self._get(GATEWAY, self.actors[GATEWAY].start.remote(), deadline)
+        progress("waiting for the workers to register")
+        coordinator = self.actors[COORDINATOR]
+        while True:
+            snapshot = self._get(COORDINATOR, coordinator.snapshot.remote(), deadline)
+            if len(snapshot.workers) == len(names):
+                return
+            if time.monotonic() > deadline:
+                ready = ", ".join(str(each.worker) for each in snapshot.workers) or "none"
+                raise StartError(f"not all workers registered in time; ready: {ready}")
+            time.sleep(0.05)
+
+    def stop(self, *, grace: bool = True) -> None:
+        """Lets running streams finish for a while, then ends every actor. Never raises."""
+        if grace and GATEWAY in self.actors:
+            wait_s = self.config.timeouts.shutdown_s + 10
+            try:
+                ray.get(self.actors[GATEWAY].stop.remote(), timeout=wait_s)
+            except (RayError, GetTimeoutError) as error:
+                logger.warning("the gateway did not stop by itself: %s", error)
+        for name, actor in self.actors.items():
+            try:
+                ray.kill(actor)
+            except (RayError, ValueError) as error:
+                logger.warning("%s: %s", name, error)
+        self.actors.clear()
+
+    def _launch(self, name: str, actor: type, groups: dict[str, int], *args: Any) -> None:
+        threads = str(self.config.threads or os.cpu_count() or 1)
+        options: dict[str, Any] = {
+            "name": actor_name(self.config.cluster_name, name),
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_task_retries": 0,
+            "max_concurrency": 100_000,
+            "runtime_env": {
+                "env_vars": {
+                    # Ray would set one thread; waiting threads must leave the cores to others.
+                    "OMP_NUM_THREADS": threads,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "UCX_LOG_LEVEL": os.environ.get("UCX_LOG_LEVEL", "error"),
+                    "TOKENIZERS_PARALLELISM": "false",
+                }
+            },
+        }
+        try:
+            remote: Any = ray.remote  # its stubs do not know concurrency groups
+            decorated = remote(num_cpus=0, concurrency_groups=groups)(actor)
+            self.actors[name] = decorated.options(**options).remote(*args)
+        except ValueError as error:
+            raise StartError(
+                f"a cluster named {self.config.cluster_name!r} is running already: {error}"
+            ) from error
+
+    def _get(self, name: str, ref: Any, deadline: float) -> Any:
+        try:
+            return ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            raise StartError(f"{name} was not ready in time") from error
+        except RayTaskError as error:
+            raise StartError(f"{name}: {error.cause or error}") from error
+        except RayActorError as error:
+            raise StartError(f"{name} could not start: {error}") from error

@@ -1,0 +1,108 @@
+"""The coordinator as a Ray actor: a thin shell around `CoordinatorState`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+
+import ray
+
+from pd_cluster.config import Config
+from pd_cluster.coordinator.state import Answer, CoordinatorState
+from pd_cluster.observability.snapshots import CoordinatorSnapshot, WorkerStatus
+from pd_cluster.peers import ClusterSpec, Peers
+from pd_cluster.types import (
+    AttemptEnded,
+    AttemptId,
+    Placement,
+    PlaceRequest,
+    Rejection,
+    WorkerReport,
+    decode,
+    encode,
+)
+
+# Placements may wait; ends, reports and questions have event loops of their own beside them.
+COORDINATOR_GROUPS = {"place": 100_000, "ends": 1000, "reports": 1000}
+TICK_S = 0.25
+
+
+class CoordinatorActor:
+    """Places attempts; not on the data path. Its state is rebuilt from reports when it restarts."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        config = Config.model_validate_json(spec.config)
+        self.state = CoordinatorState(config)
+        self.peers = Peers(config.cluster_name)
+        self._lock = threading.Lock()
+        self._waiting: dict[AttemptId, list[Future[Placement | Rejection]]] = {}
+        threading.Thread(target=self._tick_forever, name="tick", daemon=True).start()
+
+    @ray.method(concurrency_group="place")
+    async def place(self, data: bytes) -> bytes:
+        """PlaceRequest → Placement or Rejection. Comes back when there is room, or never will
+        be.
+        """
+        request = decode(data, PlaceRequest)
+        answer: Future[Placement | Rejection] = Future()
+        with self._lock:
+            self._waiting.setdefault(request.attempt, []).append(answer)
+            self._answer(self.state.place(request, time.monotonic()))
+        reply = await asyncio.wrap_future(answer)
+        return encode(reply)
+
+    @ray.method(concurrency_group="ends")
+    async def ended(self, data: bytes) -> None:
+        """AttemptEnded."""
+        event = decode(data, AttemptEnded)
+        with self._lock:
+            self._answer(self.state.ended(event, time.monotonic()))
+            withdrawn = Rejection(
+                attempt=event.attempt, status=503, reason="withdrawn", message="withdrawn"
+            )
+            self._answer([Answer(event.attempt, withdrawn)])
+
+    @ray.method(concurrency_group="reports")
+    async def report(self, data: bytes) -> bytes:
+        """WorkerReport → ReportReply."""
+        report = decode(data, WorkerReport)
+        with self._lock:
+            reply, answers = self.state.report(report, time.monotonic())
+            self._answer(answers)
+        if reply.error is None:
+            self.peers.watch(report.worker, lambda: self._worker_lost(report))
+        return encode(reply)
+
+    @ray.method(concurrency_group="reports")
+    async def snapshot(self) -> CoordinatorSnapshot:
+        with self._lock:
+            statistics = self.state.statistics
+            return CoordinatorSnapshot(
+                workers=tuple(
+                    WorkerStatus(worker=each.id, role=each.report.role, state="ready")
+                    for each in self.state.workers.values()
+                ),
+                waiting=len(self.state.waiting),
+                running=len(self.state.leases),
+                placements={"remote": statistics.placements},
+                rejections=dict(statistics.rejections),
+                attempts=dict(statistics.outcomes),
+            )
+
+    def _worker_lost(self, report: WorkerReport) -> None:
+        with self._lock:
+            self._answer(self.state.worker_lost(report.worker, time.monotonic()))
+
+    def _tick_forever(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            with self._lock:
+                self._answer(self.state.tick(time.monotonic()))
+
+    def _answer(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            for future in self._waiting.pop(answer.attempt, []):
+                if not future.done():
+                    future.set_result(answer.reply)

@@ -1,0 +1,109 @@
+"""How the actors of a cluster find, call and watch each other: names, handles, deaths."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from pd_cluster.types import Message, WorkerId, encode
+
+logger = logging.getLogger(__name__)
+
+# All clusters on one Ray share this namespace; their actors' names begin with the cluster's name.
+NAMESPACE = "pd-cluster"
+COORDINATOR = "coordinator"
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What every actor of a cluster is started with. `config` is a Config's dump, as JSON."""
+
+    config: str
+    model_folder: str
+    model_id: str
+    secret: bytes
+
+
+def actor_name(cluster_name: str, name: str) -> str:
+    return f"{cluster_name}/{name}"
+
+
+class Peers:
+    """Handles of the cluster's other actors, by their names within the cluster.
+
+    Callbacks come from Ray's threads.
+    """
+
+    def __init__(self, cluster_name: str) -> None:
+        self._cluster_name = cluster_name
+        self._handles: dict[str, Any] = {}
+        self._watched: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def handle(self, name: str) -> Any:
+        """Raises ValueError where there is no such actor."""
+        with self._lock:
+            if name not in self._handles:
+                self._handles[name] = ray.get_actor(
+                    actor_name(self._cluster_name, name), namespace=NAMESPACE
+                )
+            return self._handles[name]
+
+    def post(self, worker: WorkerId, message: Message, on_lost: Callable[[], None]) -> None:
+        """Sends a message to one life of a worker. `on_lost` is called if that life is over."""
+        try:
+            ref = self.handle(worker.name).post.remote(worker.incarnation, encode(message))
+        except (ValueError, RayError):
+            self.forget(worker.name)
+            on_lost()
+            return
+
+        def done(future: Future[bool]) -> None:
+            try:
+                accepted = future.result()
+            except RayError:
+                self.forget(worker.name)
+                accepted = False
+            if not accepted:
+                on_lost()
+
+        ref.future().add_done_callback(done)
+
+    def watch(self, worker: WorkerId, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` once when that life of the worker ends; watching twice is watching
+        once.
+        """
+        key = str(worker)
+        with self._lock:
+            if key in self._watched:
+                return
+            self._watched[key] = None
+
+        def done(_: Future[Any]) -> None:
+            with self._lock:
+                self._watched.pop(key, None)
+            self.forget(worker.name)
+            on_lost()
+
+        try:
+            ref = self.handle(worker.name).watch.remote(worker.incarnation)
+        except (ValueError, RayError):
+            with self._lock:
+                self._watched.pop(key, None)
+            self.forget(worker.name)
+            on_lost()
+            return
+        with self._lock:
+            if key in self._watched:
+                self._watched[key] = ref
+        ref.future().add_done_callback(done)
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._handles.pop(name, None)

@@ -1,0 +1,119 @@
+"""What `pd-cluster serve` does: checks everything that can be checked, then starts a cluster."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+import torch
+
+import pd_kernels
+from pd_cluster.cache.eviction import make_eviction_policy
+from pd_cluster.cluster import Cluster, init_ray
+from pd_cluster.config import Config
+from pd_cluster.errors import ConfigError, StartError
+from pd_cluster.gateway.actor import bind
+from pd_cluster.model.config import ModelConfig, load_config
+from pd_cluster.model.store import resolve_model
+from pd_cluster.model.weights import Weights
+
+
+class Server:
+    """A cluster that this process started, and the Ray under it if that was started too."""
+
+    def __init__(self, config: Config, model: ModelConfig, model_id: str, cluster: Cluster) -> None:
+        self.config = config
+        self.model = model
+        self.model_id = model_id
+        self.cluster = cluster
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        address: str | None = None,
+        *,
+        progress: Callable[[str], None] = lambda _: None,
+        should_stop: threading.Event | None = None,
+        temp_dir: str | None = None,
+    ) -> Server:
+        """Raises ConfigError, ModelError or StartError, each in one line, and leaves nothing
+        behind.
+        """
+        try:
+            make_eviction_policy(config.radix_eviction_policy, config.radix_eviction_policy_config)
+        except ValueError as error:
+            raise ConfigError(f"config key 'radix_eviction_policy_config': {error}") from error
+        if address is None:
+            # Before the slow part: is the port free?
+            bind(config.host, config.port).close()
+        progress("fetching the model")
+        folder = resolve_model(config.model)
+        model = check_model(folder)
+        if config.context_length and config.context_length > model.max_positions:
+            raise ConfigError(
+                f"config key 'context_length': {config.context_length} is more than the model's"
+                f" {model.max_positions} positions"
+            )
+        progress("preparing the kernels")
+        pd_kernels.warm_up()
+        progress("starting Ray")
+        init_ray(address, temp_dir)
+        model_id = config.model if not Path(config.model).exists() else folder.name
+        try:
+            cluster = Cluster.start(config, folder, model_id, progress=progress)
+        except BaseException:
+            ray.shutdown()
+            raise
+        return cls(config, model, model_id, cluster)
+
+    @property
+    def url(self) -> str:
+        return self.cluster.url
+
+    def describe(self) -> list[str]:
+        """What was chosen, for the person who started it."""
+        config, model = self.config, self.model
+        element = 4 if config.dtype == "float32" else 2
+        per_token = model.kv_elements_per_token * element
+        pool = config.max_total_tokens * per_token / 2**20
+        return [
+            f"model {self.model_id} ({config.dtype}), context"
+            f" {config.context_length or model.max_positions} tokens,"
+            f" kernels: {pd_kernels.backend_name('cpu')}",
+            f"{config.prefill} prefill and {config.decode} decode worker(s), each with a KV pool of"
+            f" {config.max_total_tokens} tokens ({pool:.0f} MiB) in pages of {config.page_size},"
+            f" {config.layout}",
+        ]
+
+    def example(self) -> str:
+        """A shell command that talks to the server."""
+        body = {
+            "model": self.config.served_model_name or self.model_id,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "temperature": 0,
+        }
+        return (
+            f"curl -s {self.url}/v1/chat/completions -H 'Content-Type: application/json'"
+            f" -d '{json.dumps(body)}'"
+        )
+
+    def check(self) -> None:
+        """Raises StartError if the Ray under the cluster is gone."""
+        if not ray.is_initialized():
+            raise StartError("Ray has ended under the cluster")
+
+    def stop(self) -> None:
+        self.cluster.stop()
+        ray.shutdown()
+
+
+def check_model(folder: Path) -> ModelConfig:
+    """Raises ModelError for a model that cannot be served, without loading its weights."""
+    model = load_config(folder)
+    Weights(folder, model, torch.float32, "cpu")
+    return model

@@ -1,0 +1,328 @@
+"""The worker as a Ray actor: a thread that runs steps, and methods that put messages into its
+mailbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+
+from pd_cluster.cache.eviction import make_eviction_policy
+from pd_cluster.cache.page_pool import PagePool
+from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.config import Config
+from pd_cluster.errors import WireError
+from pd_cluster.observability.snapshots import WorkerSnapshot
+from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
+from pd_cluster.types import (
+    AbortPrefill,
+    CancelAttempt,
+    FirstToken,
+    Message,
+    Output,
+    OutputBatch,
+    PagesWritten,
+    PrefillAborted,
+    PrefillFailed,
+    ReportReply,
+    Role,
+    StartAttempt,
+    StartPrefill,
+    WorkerId,
+    WorkerReport,
+    decode,
+    encode,
+)
+from pd_cluster.worker.engine import Engine
+from pd_cluster.worker.instructions import (
+    AbortTransfer,
+    Connect,
+    Deliver,
+    Event,
+    GatewayLost,
+    Instruction,
+    Notify,
+    PeerLost,
+    Send,
+    WritePages,
+)
+from pd_cluster.worker.scheduler import WorkerScheduler
+from pd_cluster.worker.transport import Transport
+from pd_transfer import Event as AgentEvent
+from pd_transfer import agent as make_agent
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TICK_S = 0.25
+POSTED = (
+    StartAttempt,
+    CancelAttempt,
+    StartPrefill,
+    AbortPrefill,
+    PagesWritten,
+    FirstToken,
+    PrefillFailed,
+    PrefillAborted,
+)
+
+# Messages, questions and watches have event loops of their own: none can hold up another.
+WORKER_GROUPS = {"messages": 1, "control": 100}
+
+
+class WorkerActor:
+    """One worker. Everything but the mailbox belongs to its thread."""
+
+    def __init__(self, spec: ClusterSpec, name: str, role: Role) -> None:
+        config = self.config = Config.model_validate_json(spec.config)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self.id = WorkerId(name, secrets.token_hex(4))
+        self.role = role
+        self.peers = Peers(config.cluster_name)
+        self._mailbox: queue.SimpleQueue[Event | AgentEvent | Callable[[], None]] = (
+            queue.SimpleQueue()
+        )
+        self.engine = Engine.load(Path(spec.model_folder), config)
+        self.engine.warm_up()
+        self.signature = self.engine.signature(spec.model_id)
+        agent = make_agent("ucx", name=str(self.id), secret=spec.secret)
+        self.transport = Transport(agent, self.engine.layout, self._mailbox.put)
+        policy = make_eviction_policy(
+            config.radix_eviction_policy, config.radix_eviction_policy_config
+        )
+        cache = PrefixCache(
+            PagePool(config.num_pages),
+            config.page_size,
+            policy,
+            enabled=not config.disable_radix_cache,
+        )
+        self.scheduler = WorkerScheduler(
+            cache,
+            worker=self.id,
+            agent=self.transport.metadata,
+            region=self.engine.layout.region(),
+            eos_token_ids=self.engine.decoder.config.eos_token_ids,
+            max_running=config.max_running_requests,
+            chunk_tokens=config.chunked_prefill_size,
+            prefill_s=config.timeouts.prefill_s,
+            transfer_s=config.timeouts.transfer_s,
+            drain_s=config.timeouts.drain_s,
+        )
+        self._stopping = threading.Event()
+        self._refused: str | None = None
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        threading.Thread(target=self._report_forever, name="reports", daemon=True).start()
+
+    # --- methods for other actors ---
+
+    @ray.method(concurrency_group="messages")
+    async def post(self, incarnation: str, data: bytes) -> bool:
+        """Takes a message; False where it was meant for an earlier life of this worker."""
+        if incarnation != self.id.incarnation:
+            return False
+        try:
+            self._mailbox.put(decode(data, POSTED))
+        except WireError as error:
+            logger.warning("ignored a message: %s", error)
+        return True
+
+    async def watch(self, incarnation: str) -> None:
+        """Returns when that life is over: at once for an earlier one, never for this one."""
+        if incarnation == self.id.incarnation:
+            await asyncio.Event().wait()
+
+    @ray.method(concurrency_group="control")
+    async def ready(self) -> str:
+        """The worker's id, once its model is loaded."""
+        return str(self.id)
+
+    @ray.method(concurrency_group="control")
+    async def snapshot(self) -> WorkerSnapshot:
+        return await self._ask(self._snapshot)
+
+    @ray.method(concurrency_group="control")
+    async def flush(self) -> int:
+        """Empties the prefix cache of all that no request uses; the tokens that became free."""
+        return await self._ask(lambda: self.scheduler.cache.reset() * self.config.page_size)
+
+    @ray.method(concurrency_group="control")
+    async def validate(self) -> None:
+        """Raises AssertionError where an invariant does not hold. For tests and debugging."""
+        await self._ask(self.scheduler.validate)
+
+    # --- the worker's thread ---
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._question(question))
+
+    def _question(self, question: Callable[[], T]) -> Future[T]:
+        """Has a question answered between two steps."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._mailbox.put(run)
+        return answer
+
+    def _run(self) -> None:
+        try:
+            self._steps()
+        except BaseException:
+            # A worker with a broken state must not linger: Ray starts a fresh one.
+            logger.exception("worker %s stops", self.id)
+            logging.shutdown()
+            os._exit(1)
+
+    def _steps(self) -> None:
+        next_tick, busy = 0.0, False
+        while not self._stopping.is_set():
+            for item in self._receive(wait_s=0.0 if busy else TICK_S):
+                self._take(item)
+            now = time.monotonic()
+            if now >= next_tick:
+                self._obey(self.scheduler.tick(now))
+                next_tick = now + TICK_S
+            batch, instructions = self.scheduler.plan(now)
+            self._obey(instructions)
+            busy = batch is not None
+            if batch is not None:
+                tokens = self.engine.run(batch)
+                self._obey(self.scheduler.computed(batch, tokens, time.monotonic()))
+
+    def _receive(self, wait_s: float) -> list[Event | AgentEvent | Callable[[], None]]:
+        """All that is in the mailbox; waits for the first if it is empty."""
+        items = []
+        try:
+            items.append(self._mailbox.get(block=wait_s > 0, timeout=wait_s or None))
+            while True:
+                items.append(self._mailbox.get_nowait())
+        except queue.Empty:
+            return items
+
+    def _take(self, item: Event | AgentEvent | Callable[[], None]) -> None:
+        if callable(item):
+            item()
+            return
+        events = self.transport.translate(item) if isinstance(item, AgentEvent) else [item]
+        for event in events:
+            self._obey(self.scheduler.handle(event, time.monotonic()))
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        outputs: dict[str, list[Output]] = defaultdict(list)
+        for instruction in instructions:
+            match instruction:
+                case Connect():
+                    self.transport.connect(instruction)
+                case WritePages():
+                    for event in self.transport.write(instruction):
+                        self._mailbox.put(event)
+                case AbortTransfer():
+                    self.transport.abort(instruction)
+                case Notify():
+                    if not self.transport.notify(instruction):
+                        self._post(instruction.peer, instruction.message)
+                case Send():
+                    self._post(instruction.worker, instruction.message)
+                case Deliver():
+                    outputs[instruction.gateway].append(instruction.output)
+        for gateway, batch in outputs.items():
+            self._deliver(gateway, OutputBatch(worker=self.id, outputs=tuple(batch)))
+
+    def _post(self, worker: WorkerId, message: Message) -> None:
+        def lost() -> None:
+            # Only once nothing of it can land any more; else the transport will tell.
+            if self.transport.agent.peer_is_quiet(str(worker)):
+                self._mailbox.put(PeerLost(worker))
+
+        self.peers.watch(worker, lost)
+        self.peers.post(worker, message, lost)
+
+    def _deliver(self, gateway: str, batch: OutputBatch) -> None:
+        def done(future: Future[Any]) -> None:
+            if future.exception() is not None:
+                self.peers.forget(gateway)
+                self._mailbox.put(GatewayLost(gateway))
+
+        try:
+            ref = self.peers.handle(gateway).deliver.remote(encode(batch))
+        except ValueError:
+            self._mailbox.put(GatewayLost(gateway))
+            return
+        ref.future().add_done_callback(done)
+
+    # --- reports ---
+
+    def _report_forever(self) -> None:
+        while not self._stopping.wait(self.config.timeouts.heartbeat_s):
+            report = self._question(self._report).result()
+            try:
+                ref = self.peers.handle(COORDINATOR).report.remote(encode(report))
+                reply = decode(ref.future().result(timeout=10), ReportReply)
+            except Exception as error:  # the coordinator is restarting: try again
+                logger.warning("no answer from the coordinator: %s", error)
+                self.peers.forget(COORDINATOR)
+                continue
+            if reply.error != self._refused:
+                self._refused = reply.error
+                if reply.error:
+                    logger.error("refused by the coordinator: %s", reply.error)
+
+    def _report(self) -> WorkerReport:
+        scheduler = self.scheduler
+        size = self.config.page_size
+        return WorkerReport(
+            worker=self.id,
+            role=self.role,
+            signature=self.signature,
+            capacity=self.config.max_total_tokens,
+            available=scheduler.cache.available() * size,
+            running=scheduler.prefill.running + scheduler.decode.count("running"),
+            waiting=scheduler.prefill.waiting + scheduler.decode.count("awaiting"),
+            attempts=tuple(scheduler.decode.sequences),
+        )
+
+    def _snapshot(self) -> WorkerSnapshot:
+        scheduler, size = self.scheduler, self.config.page_size
+        counts, cached = scheduler.cache.counts(), scheduler.cache.statistics()
+        prefill, sequences = scheduler.prefill, scheduler.decode
+        page_bytes = self.engine.layout.page_bytes
+        return WorkerSnapshot(
+            worker=self.id,
+            role=self.role,
+            capacity=self.config.max_total_tokens,
+            free=counts.free * size,
+            private=counts.private * size,
+            in_flight=counts.in_flight * size,
+            protected=counts.protected * size,
+            evictable=counts.evictable * size,
+            running=prefill.running + len(sequences.sequences) - sequences.count("awaiting"),
+            waiting=prefill.waiting + sequences.count("awaiting"),
+            transfers_in_flight=prefill.transfers_inflight,
+            cache_queries=cached.queries,
+            cache_hits=cached.hits,
+            evicted=cached.evicted,
+            transfer_bytes=prefill.written_pages * page_bytes,
+            transfer_avoided_bytes=sequences.resident_pages * page_bytes,
+            transfer_descriptors=self.transport.agent.statistics().descriptors_written,
+            transfer_failures=dict(prefill.failed_transfers),
+            retractions={"length": sequences.retractions} if sequences.retractions else {},
+            retracted_tokens=sequences.retracted_tokens,
+        )

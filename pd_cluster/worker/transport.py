@@ -1,0 +1,149 @@
+"""The worker's end of the page transfers: carries out WritePages and Notify over a `pd_transfer`
+agent.
+
+All methods but the agent's callback run in the worker's own thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pd_cluster.cache.layout import Layout
+from pd_cluster.errors import WireError
+from pd_cluster.types import (
+    FirstToken,
+    PagesWritten,
+    PrefillAborted,
+    PrefillFailed,
+    Region,
+    WorkerId,
+    decode,
+    encode,
+)
+from pd_cluster.worker.instructions import (
+    AbortTransfer,
+    Connect,
+    Event,
+    Notify,
+    PeerLost,
+    TransferEnded,
+    WritePages,
+)
+from pd_transfer import Event as AgentEvent
+from pd_transfer import (
+    nixl_agent,
+    nixl_prepped_dlist_handle,
+    nixl_xfer_handle,
+    nixlNotFoundError,
+    nixlRemoteDisconnectError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Transport:
+    """Pages of `layout` to and from peers. The agent's name is the worker's id."""
+
+    def __init__(
+        self, agent: nixl_agent, layout: Layout, on_event: Callable[[AgentEvent], None]
+    ) -> None:
+        self.agent = agent
+        self.layout = layout
+        self.registered = agent.register_memory([(*layout.region(), "")], "DRAM")
+        self.metadata = agent.get_agent_metadata()
+        self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", layout.descriptors(), "DRAM")
+        self._peers: dict[str, tuple[nixl_prepped_dlist_handle, int]] = {}
+        self._active: dict[int, tuple[int, nixl_xfer_handle]] = {}
+        self._handles: dict[int, nixl_xfer_handle] = {}
+        agent.set_event_callback(on_event)
+
+    def connect(self, instruction: Connect) -> None:
+        """Loads a peer once; a known one costs nothing."""
+        name = str(instruction.peer)
+        if name in self._peers:
+            return
+        self.agent.add_remote_agent(instruction.agent)
+        region: Region = instruction.region
+        remote = self.agent.prep_xfer_dlist(name, self.layout.descriptors(region), "DRAM")
+        self._peers[name] = (remote, region[1] // self.layout.page_bytes)
+
+    def write(self, instruction: WritePages) -> list[Event]:
+        """Starts a write. Returns its end at once if it cannot even start."""
+        name = str(instruction.peer)
+        peer = self._peers.get(name)
+        if peer is None:
+            return [TransferEnded(instruction.transfer, "peer lost")]
+        remote, num_pages = peer
+        try:
+            handle = self.agent.make_prepped_xfer(
+                "WRITE",
+                self._local,
+                self.layout.rows(instruction.source),
+                remote,
+                self.layout.rows(instruction.target, num_pages),
+                encode(instruction.done),
+            )
+        except nixlNotFoundError:
+            return [TransferEnded(instruction.transfer, "peer lost")]
+        self._active[int(handle)] = (instruction.transfer, handle)
+        self._handles[instruction.transfer] = handle
+        try:
+            self.agent.transfer(handle)
+        except (nixlNotFoundError, nixlRemoteDisconnectError):
+            return [self._ended(int(handle), "peer lost")]
+        return []
+
+    def abort(self, instruction: AbortTransfer) -> None:
+        handle = self._handles.get(instruction.transfer)
+        if handle is not None:
+            self.agent.abort(handle)
+
+    def notify(self, instruction: Notify) -> bool:
+        """False where the peer is not connected or gone."""
+        try:
+            self.agent.send_notif(str(instruction.peer), encode(instruction.message))
+        except (nixlNotFoundError, nixlRemoteDisconnectError):
+            return False
+        return True
+
+    def translate(self, event: AgentEvent) -> list[Event]:
+        """What an event of the agent means to the scheduler."""
+        if event.kind == "notification":
+            return self._notifications()
+        if event.kind == "peer":
+            name, _, incarnation = event.peer.rpartition("@")
+            self.forget(event.peer)
+            return [PeerLost(WorkerId(name, incarnation))]
+        active = self._active.get(event.handle)
+        if active is None:
+            return []
+        try:
+            state = self.agent.check_xfer_state(active[1])
+        except Exception as error:  # NIXL's errors have no common base
+            return [self._ended(event.handle, type(error).__name__)]
+        return [self._ended(event.handle, "")] if state == "DONE" else []
+
+    def forget(self, name: str) -> None:
+        """A peer's process is dead."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self.agent.release_dlist_handle(peer[0])
+            self.agent.remove_remote_agent(name)
+
+    def _ended(self, handle_id: int, error: str) -> TransferEnded:
+        transfer, handle = self._active.pop(handle_id)
+        del self._handles[transfer]
+        self.agent.release_xfer_handle(handle)
+        return TransferEnded(transfer, error)
+
+    def _notifications(self) -> list[Event]:
+        events: list[Event] = []
+        for sender, messages in self.agent.get_new_notifs().items():
+            for data in messages:
+                try:
+                    kinds = (PagesWritten, FirstToken, PrefillFailed, PrefillAborted)
+                    events.append(decode(data, kinds))
+                except WireError as error:
+                    logger.warning("ignored a notification from %s: %s", sender, error)
+        return events
