@@ -15,7 +15,7 @@ namespace {
 // A context is cut every kChunk tokens whatever the batch or the threads, so a sequence's result
 // depends on neither.
 constexpr int64_t kChunk = 128;
-constexpr int64_t kBlock = 32;  // tokens whose scores are taken before their values are read
+constexpr int64_t kBlock = 64;  // tokens whose scores are taken before their values are read
 constexpr int kMaxGroup = 4;    // query heads handled together, in registers
 
 template <class T>
@@ -34,74 +34,111 @@ struct Partial {
     float *values, *maximum, *total;
 };
 
-// Adds the block of n tokens at k and v (+ offset) to G query heads of one KV head. `next` are the
-// offsets of the block after it.
-template <class T, int G>
-void attend_block(const T* k, const T* v, const int64_t* offsets, const int64_t* next, int64_t n,
-                  const float* q, int64_t dim, float* values, float* maximum, float* total) {
-    float weights[G][kBlock];
-    float peak[G];
-    for (int g = 0; g < G; ++g) peak[g] = maximum[g];
+// scores[g][t] = q[g] . k[t] for the block's n tokens; lanes beyond n are minus infinity. Dim is the
+// head dimension where it is known at compile time (q then stays in registers), or 0.
+template <class T, int G, int Dim>
+void score_block(const T* k, const int64_t* offsets, const int64_t* next, int64_t n, const T* q,
+                 int64_t dim, float scale, float (*scores)[kBlock]) {
+    typedef Dot<T> D;
+    constexpr int kReads = Dim / D::kWidth;
+    typename D::Operand query[G][kReads ? kReads : 1];
+    for (int g = 0; g < G; ++g)
+        for (int j = 0; j < kReads; ++j) query[g][j] = D::read(q + g * dim + j * D::kWidth);
+    ivec lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
     for (int64_t t0 = 0; t0 < n; t0 += W) {
-        vec products[G][W] = {};
-        for (int64_t t = t0; t < std::min<int64_t>(t0 + W, n); ++t) {
+        vec products[G][W];
+        for (int64_t i = 0; i < W; ++i) {
+            const int64_t t = std::min(t0 + i, n - 1);
             const T* key = k + offsets[t];
-            for (int64_t b = 0; b < dim * int64_t(sizeof(T)); b += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(k + next[t]) + b);
             vec sums[G] = {};
-            for (int64_t d = 0; d < dim; d += W) {
-                const vec x = load(key + d);
-                for (int g = 0; g < G; ++g) sums[g] += x * load(q + g * dim + d);
-            }
-            for (int g = 0; g < G; ++g) products[g][t - t0] = sums[g];
-        }
-        ivec lane;
-        for (int i = 0; i < W; ++i) lane[i] = i;
-        const vec nothing = splat(-std::numeric_limits<float>::infinity());
-        for (int g = 0; g < G; ++g) {
-            const vec scores = lane < int32_t(n - t0) ? sum_each(products[g]) : nothing;
-            store(weights[g] + t0, scores);
-            peak[g] = std::max(peak[g], max(scores));
-        }
-    }
-    for (int g = 0; g < G; ++g) {
-        vec sums{};
-        for (int64_t t0 = 0; t0 < n; t0 += W) {
-            const vec w = exp(load(weights[g] + t0) - peak[g]);
-            store(weights[g] + t0, w);
-            sums += w;
-        }
-        const float kept = exp(splat(maximum[g] - peak[g]))[0];
-        total[g] = total[g] * kept + sum(sums);
-        maximum[g] = peak[g];
-        for (int64_t d = 0; d < dim; d += W)
-            store(values + g * dim + d, load(values + g * dim + d) * kept);
-    }
-    constexpr int C = W == 16 ? 4 : 2;  // vectors of the head dimension held in registers
-    for (int64_t d = 0; d < dim; d += C * W) {
-        const int columns = int(std::min<int64_t>(C, (dim - d) / W));
-        vec sums[G][C] = {};
-        for (int64_t t = 0; t < n; ++t) {
-            const T* value = v + offsets[t] + d;
-            for (int64_t b = 0; b < C * W * int64_t(sizeof(T)); b += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(v + next[t] + d) + b);
-            if (columns == C) {
-                for (int c = 0; c < C; ++c) {
-                    const vec x = load(value + c * W);
-                    for (int g = 0; g < G; ++g) sums[g][c] += x * weights[g][t];
+            if (kReads) {
+                for (int b = 0; b < Dim * int(sizeof(T)); b += 64)
+                    __builtin_prefetch(reinterpret_cast<const char*>(k + next[t]) + b);
+                for (int j = 0; j < kReads; ++j) {
+                    const auto x = D::read(key + j * D::kWidth);
+                    for (int g = 0; g < G; ++g) sums[g] = D::add(sums[g], x, query[g][j]);
                 }
             } else {
-                for (int c = 0; c < columns; ++c) {
-                    const vec x = load(value + c * W);
-                    for (int g = 0; g < G; ++g) sums[g][c] += x * weights[g][t];
+                for (int64_t d = 0; d < dim; d += W) {
+                    const vec x = load(key + d);
+                    for (int g = 0; g < G; ++g) sums[g] += x * load(q + g * dim + d);
                 }
             }
+            for (int g = 0; g < G; ++g) products[g][i] = sums[g];
         }
-        for (int g = 0; g < G; ++g)
-            for (int c = 0; c < columns; ++c) {
-                float* to = values + g * dim + d + c * W;
-                store(to, load(to) + sums[g][c]);
+        const vec nothing = splat(-std::numeric_limits<float>::infinity());
+        for (int g = 0; g < G; ++g) {
+            const vec score = sum_each(products[g]) * scale;
+            store(scores[g] + t0, lane < int32_t(n - t0) ? score : nothing);
+        }
+    }
+}
+
+// values[g] += weights[g][t] * v[t], for Columns vectors of the head dimension.
+template <class T, int G, int Columns>
+void weigh_block(const T* v, const int64_t* offsets, const int64_t* next, int64_t n,
+                 const float (*weights)[kBlock], const float* kept, int64_t dim, float* values) {
+    vec sums[G][Columns];
+    for (int g = 0; g < G; ++g)
+        for (int c = 0; c < Columns; ++c) sums[g][c] = load(values + g * dim + c * W) * kept[g];
+    for (int64_t t = 0; t < n; ++t) {
+        for (int b = 0; b < Columns * W * int(sizeof(T)); b += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(v + next[t]) + b);
+        for (int c = 0; c < Columns; ++c) {
+            const vec x = load(v + offsets[t] + c * W);
+            for (int g = 0; g < G; ++g) sums[g][c] += x * weights[g][t];
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int c = 0; c < Columns; ++c) store(values + g * dim + c * W, sums[g][c]);
+}
+
+// Adds a block of n tokens to G query heads of one KV head. `next` are the offsets of the block
+// after it.
+template <class T, int G, int Dim>
+void attend_block(const T* k, const T* v, const int64_t* offsets, const int64_t* next, int64_t n,
+                  const T* q, int64_t dim, float scale, const Partial& part) {
+    if (Dim) dim = Dim;
+    float weights[G][kBlock], kept[G];
+    score_block<T, G, Dim>(k, offsets, next, n, q, dim, scale, weights);
+    for (int g = 0; g < G; ++g) {
+        vec peaks = load(weights[g]);
+        for (int64_t t = W; t < n; t += W) peaks = max(peaks, load(weights[g] + t));
+        const float peak = std::max(part.maximum[g], max(peaks));
+        vec sums{};
+        for (int64_t t = 0; t < n; t += W) {
+            const vec w = exp(load(weights[g] + t) - peak);
+            store(weights[g] + t, w);
+            sums += w;
+        }
+        kept[g] = exp(splat(part.maximum[g] - peak))[0];
+        part.total[g] = part.total[g] * kept[g] + sum(sums);
+        part.maximum[g] = peak;
+    }
+    constexpr int kColumns = W == 16 ? 4 : 2;  // with G sums each they fit into the registers
+    int64_t d = 0;
+    for (; d + kColumns * W <= dim; d += kColumns * W)
+        weigh_block<T, G, kColumns>(v + d, offsets, next, n, weights, kept, dim, part.values + d);
+    for (; d < dim; d += W)
+        weigh_block<T, G, 1>(v + d, offsets, next, n, weights, kept, dim, part.values + d);
+}
+
+template <class T, int Dim>
+void attend_group(int64_t group, const T* k, const T* v, const int64_t* offsets,
+                  const int64_t* next, int64_t n, const T* q, int64_t dim, float scale,
+                  const Partial& part) {
+    for (int64_t g = 0; g < group; g += kMaxGroup) {
+        const Partial own{part.values + g * dim, part.maximum + g, part.total + g};
+        const auto attend = [&] {
+            switch (group - g) {
+                case 1: return attend_block<T, 1, Dim>;
+                case 2: return attend_block<T, 2, Dim>;
+                case 3: return attend_block<T, 3, Dim>;
+                default: return attend_block<T, kMaxGroup, Dim>;
             }
+        }();
+        attend(k, v, offsets, next, n, q + g * dim, dim, scale, own);
     }
 }
 
@@ -109,35 +146,22 @@ void attend_block(const T* k, const T* v, const int64_t* offsets, const int64_t*
 template <class T>
 void attend_chunk(const Decode<T>& a, int64_t b, int64_t begin, int64_t end, const Partial& part) {
     const int64_t heads = a.heads(), dim = a.dim, n = end - begin;
-    static thread_local std::vector<float> scaled_q;
-    scaled_q.resize(heads * dim);
-    float* q = scaled_q.data();
-    for (int64_t i = 0; i < heads * dim; i += W) {
-        store(q + i, load(a.q + b * a.q_stride + i) * a.scale);
-        store(part.values + i, vec{});
-    }
+    std::fill_n(part.values, heads * dim, 0.0f);
     std::fill_n(part.maximum, heads, std::numeric_limits<float>::lowest());
     std::fill_n(part.total, heads, 0.0f);
     int64_t offsets[kChunk];
     a.table.offsets(b, begin, end, offsets);
+    const auto attend = dim == 64    ? attend_group<T, 64>
+                        : dim == 128 ? attend_group<T, 128>
+                                     : attend_group<T, 0>;
     for (int64_t t = 0; t < n; t += kBlock) {
         const int64_t size = std::min(kBlock, n - t);
         const int64_t* next = offsets + (t + kBlock + size <= n ? t + kBlock : t);
         for (int64_t h = 0; h < a.kv_heads; ++h) {
-            const T *k = a.k_pages + h * a.head_stride, *v = a.v_pages + h * a.head_stride;
-            for (int64_t g = 0; g < a.group; g += kMaxGroup) {
-                const int64_t first = h * a.group + g;
-                const auto run = [&](auto attend) {
-                    attend(k, v, offsets + t, next, size, q + first * dim, dim,
-                           part.values + first * dim, part.maximum + first, part.total + first);
-                };
-                switch (std::min<int64_t>(a.group - g, kMaxGroup)) {
-                    case 1: run(attend_block<T, 1>); break;
-                    case 2: run(attend_block<T, 2>); break;
-                    case 3: run(attend_block<T, 3>); break;
-                    default: run(attend_block<T, 4>); break;
-                }
-            }
+            const int64_t first = h * a.group;
+            attend(a.group, a.k_pages + h * a.head_stride, a.v_pages + h * a.head_stride,
+                   offsets + t, next, size, a.q + b * a.q_stride + first * dim, dim, a.scale,
+                   {part.values + first * dim, part.maximum + first, part.total + first});
         }
     }
 }

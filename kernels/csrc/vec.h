@@ -7,6 +7,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace pd {
 
 #if defined(__AVX512F__)
@@ -35,18 +39,49 @@ static inline vec load(const float* p) {
 static inline vec load(const bf16* p) {
     hvec half;
     memcpy(&half, p, sizeof half);
+#if defined(__AVX512F__)  // GCC 12 converts this width in two halves by itself
+    return (vec)((uvec)_mm512_cvtepu16_epi32((__m256i)half) << 16);
+#else
     return (vec)(__builtin_convertvector(half, uvec) << 16);
+#endif
 }
 
 static inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 
 static inline void store(bf16* p, vec x) {
+#if defined(__AVX512BF16__)
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+#else
     const uvec bits = (uvec)x;
     const uvec nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const uvec quiet_nan = uvec{} + 0x7fc0u;
     const hvec half = __builtin_convertvector(x == x ? nearest_even : quiet_nan, hvec);
+#endif
     memcpy(p, &half, sizeof half);
 }
+
+// What a dot product reads at once: kWidth elements, which `add` multiplies and adds up in float32.
+template <class T>
+struct Dot {
+    typedef vec Operand;
+    static constexpr int kWidth = W;
+    static Operand read(const T* p) { return load(p); }
+    static vec add(vec sums, Operand a, Operand b) { return sums + a * b; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bf16> {
+    typedef __m512bh Operand;
+    static constexpr int kWidth = 2 * W;
+    static Operand read(const bf16* p) {
+        Operand x;
+        memcpy(&x, p, sizeof x);
+        return x;
+    }
+    static vec add(vec sums, Operand a, Operand b) { return (vec)_mm512_dpbf16_ps((__m512)sums, a, b); }
+};
+#endif
 
 // The first n < W elements; the other lanes are zero.
 template <class T>
@@ -65,16 +100,33 @@ static inline void store_part(T* p, vec x, int64_t n) {
 
 static inline vec max(vec a, vec b) { return a > b ? a : b; }
 
+// a where bit S of the lane's number is clear, else b, each from the lane that differs in the bits X.
+template <int S, int X, int... L>
+static inline vec pick(vec a, vec b, std::integer_sequence<int, L...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (L & S ? (L ^ X) + W : (L ^ X))...);
+#else
+    return __builtin_shuffle(a, b, ivec{(L & S ? (L ^ X) + W : (L ^ X))...});
+#endif
+}
+
+template <int S, int X>
+static inline vec pick(vec a, vec b) {
+    return pick<S, X>(a, b, std::make_integer_sequence<int, W>());
+}
+
 static inline float sum(vec x) {
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += x[i];
-    return total;
+    if (W == 16) x += pick<0, W / 2>(x, x);
+    x += pick<0, 4>(x, x);
+    x += pick<0, 2>(x, x);
+    return x[0] + x[1];
 }
 
 static inline float max(vec x) {
-    float largest = x[0];
-    for (int i = 1; i < W; ++i) largest = largest > x[i] ? largest : x[i];
-    return largest;
+    if (W == 16) x = max(x, pick<0, W / 2>(x, x));
+    x = max(x, pick<0, 4>(x, x));
+    x = max(x, pick<0, 2>(x, x));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 // e^x to about 1 ulp for x <= 88; 0 below -87, so also for minus infinity.
@@ -97,34 +149,18 @@ static inline vec exp(vec x) {
     return x < -87.0f ? vec{} : scaled;
 }
 
-namespace detail {
-
-template <int S, int... L>
-static inline vec fold(vec a, vec b, std::integer_sequence<int, L...>) {
-#if defined(__clang__)
-    const vec kept = __builtin_shufflevector(a, b, (L & S ? L + W : L)...);
-    const vec moved = __builtin_shufflevector(a, b, (L & S ? (L ^ S) + W : (L ^ S))...);
-#else
-    const vec kept = __builtin_shuffle(a, b, ivec{(L & S ? L + W : L)...});
-    const vec moved = __builtin_shuffle(a, b, ivec{(L & S ? (L ^ S) + W : (L ^ S))...});
-#endif
-    return kept + moved;
-}
-
 template <int S>
 static inline vec fold(vec a, vec b) {
-    return fold<S>(a, b, std::make_integer_sequence<int, W>());
+    return pick<S, 0>(a, b) + pick<S, S>(a, b);
 }
-
-}  // namespace detail
 
 // Lane i of the result is the sum of rows[i]: W horizontal sums at once. Overwrites rows.
 static inline vec sum_each(vec rows[W]) {
-    for (int i = 0; i < W / 2; ++i) rows[i] = detail::fold<1>(rows[2 * i], rows[2 * i + 1]);
-    for (int i = 0; i < W / 4; ++i) rows[i] = detail::fold<2>(rows[2 * i], rows[2 * i + 1]);
-    for (int i = 0; i < W / 8; ++i) rows[i] = detail::fold<4>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < W / 2; ++i) rows[i] = fold<1>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < W / 4; ++i) rows[i] = fold<2>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < W / 8; ++i) rows[i] = fold<4>(rows[2 * i], rows[2 * i + 1]);
 #if defined(__AVX512F__)
-    rows[0] = detail::fold<8>(rows[0], rows[1]);
+    rows[0] = fold<8>(rows[0], rows[1]);
 #endif
     return rows[0];
 }

@@ -43,7 +43,7 @@ def _compiled() -> _DecodeAttention:
         scale: float,
     ) -> Tensor:
         kernel = kernels.get(q.dtype)
-        if kernel is None or not compilable(q):
+        if kernel is None or not compilable(q, k_pages):
             return decode_attention_reference(
                 q, k_pages, v_pages, kv_indptr, kv_indices, ctx_lens, scale
             )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# All head sizes in use are multiples of the widest vector; others run as plain torch.
-_LANES = 16
+# Head sizes and heads per KV head in use are within these; others run as plain torch.
+_LANES = 16  # the widest vector
+_MAX_GROUP = 96
 
 
-def compilable(q: Tensor) -> bool:
-    return q.shape[2] % _LANES == 0
+def compilable(q: Tensor, k_pages: Tensor) -> bool:
+    return q.shape[2] % _LANES == 0 and q.shape[1] <= _MAX_GROUP * k_pages.shape[2]
 
 
 def check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def _compiled() -> _PrefillAttention:
         scale: float,
     ) -> Tensor:
         kernel = kernels.get(q.dtype)
-        if kernel is None or not compilable(q):
+        if kernel is None or not compilable(q, k_pages):
             return prefill_attention_reference(
                 q, k_pages, v_pages, q_indptr, kv_indptr, kv_indices, ctx_lens, scale
             )
