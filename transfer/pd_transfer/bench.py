@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import queue
 import secrets
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Final
 
 import numpy as np
@@ -49,21 +50,29 @@ def run(
     """
     figures: dict[str, float] = {}
     secret = secrets.token_bytes(32)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_target, args=(there, secret, total), daemon=True)
-    process.start()
-    there.close()
+    # Not multiprocessing, which would import the caller's main module anew.
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from pd_transfer.bench import serve; serve()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
+        process.stdin.write(json.dumps({"secret": secret.hex(), "total": total}) + "\n")
+        process.stdin.flush()
         with agent(name="bench-initiator", secret=secret) as initiator:
             memory = np.empty(total, np.uint8)
-            memory[:] = np.random.default_rng(seed).integers(0, 256, 4096, np.uint8).repeat(
-                -(-total // 4096)
-            )[:total]
+            memory[:] = (
+                np.random.default_rng(seed)
+                .integers(0, 256, 4096, np.uint8)
+                .repeat(-(-total // 4096))[:total]
+            )
             initiator.register_memory(_rows(memory.ctypes.data, total, 1, total), "DRAM")
-            initiator.add_remote_agent(here.recv_bytes())
-            address = here.recv()
-            peer = _Peer(initiator, memory, address)
+            target = json.loads(process.stdout.readline())
+            initiator.add_remote_agent(bytes.fromhex(target["metadata"]))
+            peer = _Peer(initiator, memory, target["address"])
             for size in sizes:
                 count = total // size
                 rng = np.random.default_rng(seed)
@@ -83,12 +92,9 @@ def run(
             trips = peer.round_trips(PAGE, round_trips)
             figures["roundtrip_us"] = statistics.median(trips) * 1e6
             figures["roundtrip_p99_us"] = sorted(trips)[int(len(trips) * 0.99)] * 1e6
-            here.send(None)
-            process.join(10)
     finally:
         process.kill()
-        process.join()
-        here.close()
+        process.communicate()
     return figures
 
 
@@ -160,13 +166,15 @@ def _memcpy(
     return best
 
 
-def _target(pipe: Connection, secret: bytes, total: int) -> None:
-    memory = np.zeros(total, np.uint8)
-    with agent(name="bench-target", secret=secret) as target:
-        target.register_memory(_rows(memory.ctypes.data, total, 1, total), "DRAM")
-        pipe.send_bytes(target.get_agent_metadata())
-        pipe.send(memory.ctypes.data)
-        pipe.recv()
+def serve() -> None:
+    """The target process of `run`: announces itself on stdout, ends with stdin."""
+    order = json.loads(sys.stdin.readline())
+    memory = np.zeros(order["total"], np.uint8)
+    with agent(name="bench-target", secret=bytes.fromhex(order["secret"])) as target:
+        target.register_memory(_rows(memory.ctypes.data, memory.nbytes, 1, memory.nbytes), "DRAM")
+        answer = {"metadata": target.get_agent_metadata().hex(), "address": memory.ctypes.data}
+        print(json.dumps(answer), flush=True)
+        sys.stdin.read()
 
 
 if __name__ == "__main__":
