@@ -39,7 +39,10 @@ class PayloadTooLarge(BadRequest):
 
 
 class RequestContext:
-    """ASGI middleware: notes when a request arrived, and gives it an id that the answer carries."""
+    """ASGI middleware around every request.
+
+    Notes when it arrived, gives it an id that the answer carries, and answers our own bugs.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,14 +54,23 @@ class RequestContext:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["arrival"] = time.monotonic()
+        started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            logger.exception("%s %s", scope["method"], scope["path"])
+            await json_response(internal_error_body(error), 500)(scope, receive, send_with_id)
 
 
 async def read_json(request: Request) -> Any:
@@ -149,10 +161,6 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnected)
     async def on_disconnect(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return json_response(internal_error_body(error), 500)
 
 
 def internal_error_body(error: Exception) -> dict[str, Any]:
