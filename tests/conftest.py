@@ -1,0 +1,15 @@
+"""Fixtures that several parts' tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.model.store import resolve_model
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's folder in the user's cache; fetched where it is not there yet."""
+    return resolve_model("smollm2", progress=False)
