@@ -53,6 +53,12 @@ async def stream_all(
     stops: Sequence[str],
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of several requests as they come, with the request's index."""
+    if len(requests) == 1:
+        # The usual case goes without a task and a queue of its own.
+        async with aclosing(stream_pieces(backend, tokenizer, requests[0], stops)) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
     results: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     async def run(index: int, request: GenerateRequest) -> None:

@@ -36,16 +36,21 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ("model", *labels), registry=self.registry)
 
+        # Children are looked up once: some of them are touched at every token.
         self._ttft = histogram(
             "pd_time_to_first_token_seconds", "From arrival, before tokenisation, to first token."
-        )
+        ).labels(model)
         self._itl = histogram(
             "pd_inter_token_latency_seconds", "Between two steps that gave a request tokens."
+        ).labels(model)
+        self._e2e = histogram("pd_e2e_request_latency_seconds", "From arrival to the end.").labels(
+            model
         )
-        self._e2e = histogram("pd_e2e_request_latency_seconds", "From arrival to the end.")
+        self._prompt_tokens = counter(
+            "pd_prompt_tokens", "Prompt tokens of requests that began."
+        ).labels(model)
+        self._generation_tokens = counter("pd_generation_tokens", "Generated tokens.").labels(model)
         self._stages = histogram("pd_request_stage_seconds", "Time in a stage.", "stage")
-        self._prompt_tokens = counter("pd_prompt_tokens", "Prompt tokens of requests that began.")
-        self._generation_tokens = counter("pd_generation_tokens", "Generated tokens.")
         self._sources = counter(
             "pd_prompt_tokens_by_source", "Where the KV of prompt tokens came from.", "source"
         )
@@ -53,9 +58,6 @@ class GatewayMetrics:
         self._recovered = counter(
             "pd_request_recovered", "Finished requests that survived a trouble.", "cause"
         )
-        for plain in (self._ttft, self._itl, self._e2e, self._prompt_tokens):
-            plain.labels(model)
-        self._generation_tokens.labels(model)
         for source in Sources.__struct_fields__:
             self._sources.labels(model, source)
         for reason in _FINISH_REASONS:
@@ -71,8 +73,8 @@ class GatewayMetrics:
 
     def first_token(self, ttft_s: float, prompt_tokens: int, sources: Sources | None) -> None:
         """The first token of a request, and with it the accounts of its prompt."""
-        self._ttft.labels(self._model).observe(ttft_s)
-        self._prompt_tokens.labels(self._model).inc(prompt_tokens)
+        self._ttft.observe(ttft_s)
+        self._prompt_tokens.inc(prompt_tokens)
         self._totals["prompt"] += prompt_tokens
         if sources is None:
             return
@@ -81,16 +83,16 @@ class GatewayMetrics:
             self._sources.labels(self._model, source).inc(getattr(sources, source))
 
     def next_tokens(self, gap_s: float) -> None:
-        self._itl.labels(self._model).observe(gap_s)
+        self._itl.observe(gap_s)
 
     def generated(self, tokens: int) -> None:
-        self._generation_tokens.labels(self._model).inc(tokens)
+        self._generation_tokens.inc(tokens)
         self._totals["generation"] += tokens
 
     def finished(self, reason: str, e2e_s: float, recovered: Iterable[str] = ()) -> None:
         """`reason`: "stop", "length", "abort" or "error"."""
         self._requests.labels(self._model, reason).inc()
-        self._e2e.labels(self._model).observe(e2e_s)
+        self._e2e.observe(e2e_s)
         self._totals["requests"] += 1
         for cause in recovered:
             self._recovered.labels(self._model, cause).inc()
