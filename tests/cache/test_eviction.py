@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -207,3 +209,23 @@ def test_evicting_one_of_50000_leaves_visits_a_handful() -> None:
     for _ in range(1000):
         tree.evict()
     assert tree.queue.visits - before <= 20_000 + 1000 + 20
+
+
+def test_much_use_of_few_leaves_is_not_remembered() -> None:
+    tree = make_tree("lru")
+    for token in range(10):
+        add(tree, token, now=0.0)
+    for now in range(10_000):
+        hit(tree, now % 10, now=now)
+    before = tree.queue.visits
+    tree.evict()
+    assert tree.queue.visits - before <= 2 * 10 + 64
+
+
+def test_dropped_nodes_are_not_kept_alive() -> None:
+    tree = make_tree("lru")
+    tokens = weakref.ref(add(tree, 1, 2, 3, now=0.0).tokens)
+    assert tokens() is not None
+    tree.drop_unlocked()
+    gc.collect()
+    assert tokens() is None
