@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from pd_cluster.gateway.backend import Backend, GenerateRequest
 from pd_cluster.gateway.http import stop_tasks
 from pd_cluster.gateway.request import Usage
@@ -33,6 +35,7 @@ async def stream_pieces(
 ) -> AsyncGenerator[Piece, None]:
     """Close it (`aclosing`): that stops the request on the workers."""
     text = TextStream(tokenizer, stops, request.end_token_ids)
+    given = 0
     async with backend.generate(request) as generation:
         async for generated in generation:
             new, reason = text.feed(generated.tokens), generated.finish_reason
@@ -41,7 +44,10 @@ async def stream_pieces(
             if text.matched is not None:
                 reason = "stop"
                 generation.stop()
-            yield Piece(new, generated.tokens, generation.usage, reason, text.matched)
+            # The workers may be ahead of us: only what was read counts.
+            given += len(generated.tokens)
+            usage = structs.replace(generation.usage, completion_tokens=given)
+            yield Piece(new, generated.tokens, usage, reason, text.matched)
             if reason is not None:
                 return
 

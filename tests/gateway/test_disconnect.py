@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import httpx
 import pytest
+
+from pd_cluster.types import Output, Sources
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -83,3 +86,24 @@ async def test_over_a_real_connection(url, cluster, wait_until, stream):
     await wait_until(lambda: cluster.idle)
     assert len(cluster.cancelled) == 1
     await client.aclose()
+
+
+async def test_tokens_after_a_stop_string_do_not_count(call, cluster, wait_until, tokenizer):
+    """The worker was ahead of the text when the stop string was found."""
+    cluster.manual = True
+    running = call(CHAT, {**BODIES[CHAT], "stop": "lo"})
+    await wait_until(lambda: len(cluster.started) == 1)
+    attempt = cluster.started[0].attempt
+    sources = Sources(computed=cluster.started[0].prompt_len)
+    for token in tokenizer.encode("Hello, world"):
+        cluster.deliver(Output(attempt=attempt, tokens=(token,), sources=sources))
+    await wait_until(lambda: cluster.cancelled == [attempt])
+    cluster.deliver(Output(attempt=attempt, outcome="aborted"))
+    await running.next()
+    answer = json.loads((await running.next())["body"])
+    assert answer["choices"][0]["message"]["content"] == "Hel"
+    assert answer["usage"]["completion_tokens"] == 5
+    await running.task
+    assert cluster.idle
+    text = cluster.metrics.render(cluster.snapshots, 0.0).decode()
+    assert 'pd_request_total{finish_reason="stop",model="tiny"} 1.0' in text
