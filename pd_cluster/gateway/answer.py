@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pd_cluster.gateway.backend import Backend, GenerateRequest
 from pd_cluster.gateway.http import stop_tasks
-from pd_cluster.gateway.request import Usage
+from pd_cluster.gateway.instructions import Usage
 from pd_cluster.gateway.text import TextStream
 from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.types import FinishReason

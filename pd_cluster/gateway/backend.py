@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pd_cluster.gateway.request import Usage
+from pd_cluster.gateway.instructions import Usage
 from pd_cluster.observability.snapshots import ClusterSnapshot
 from pd_cluster.types import FinishReason, Role, SamplingParams
 

@@ -15,7 +15,7 @@ from typing import Protocol, Self, assert_never
 from pd_cluster.config import Config
 from pd_cluster.errors import InvalidTransition, RequestError, Unavailable
 from pd_cluster.gateway.backend import Generated, GenerateRequest
-from pd_cluster.gateway.request import (
+from pd_cluster.gateway.instructions import (
     Cancel,
     ClientGone,
     DeadlinePassed,
@@ -29,7 +29,6 @@ from pd_cluster.gateway.request import (
     Place,
     Placed,
     Rejected,
-    RequestState,
     Started,
     StopStringFound,
     Submit,
@@ -37,6 +36,7 @@ from pd_cluster.gateway.request import (
     Usage,
     WorkerLost,
 )
+from pd_cluster.gateway.request import RequestState
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.types import (
     AttemptEnded,

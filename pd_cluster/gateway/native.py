@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pd_cluster.errors import BadRequest
 from pd_cluster.gateway.answer import Answer, Piece, collect_all, stream_all
 from pd_cluster.gateway.http import json_response, read_json, until_disconnected
-from pd_cluster.gateway.protocol import NativeBody
+from pd_cluster.gateway.native_bodies import NativeBody
 from pd_cluster.gateway.services import Services
 from pd_cluster.gateway.sse import event, stream_response
 

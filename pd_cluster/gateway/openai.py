@@ -14,8 +14,8 @@ from pd_cluster.errors import NotFound
 from pd_cluster.gateway.answer import Answer, Piece, collect_all, stream_all
 from pd_cluster.gateway.backend import GenerateRequest
 from pd_cluster.gateway.http import json_response, read_json, until_disconnected
-from pd_cluster.gateway.protocol import ChatBody, CompletionBody, OpenAIBody
-from pd_cluster.gateway.request import Usage
+from pd_cluster.gateway.instructions import Usage
+from pd_cluster.gateway.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from pd_cluster.gateway.services import Services
 from pd_cluster.gateway.sse import event, stream_response
 

@@ -8,7 +8,7 @@ are a 400 with any other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -28,20 +28,7 @@ Prompt = str | list[int]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
-_Neutral = Mapping[str, tuple[Any, ...]]
-_OPENAI_ABSENT: _Neutral = {
-    "n": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "priority": (None, 0),
-    "metadata": (None, {}),
-    "store": (None, False),
-    "service_tier": (None, "auto", "default"),
-}
+Neutral = Mapping[str, tuple[Any, ...]]
 
 
 class Body(BaseModel):
@@ -50,13 +37,13 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    absent: ClassVar[_Neutral] = {}
+    absent: ClassVar[Neutral] = {}
 
     @classmethod
     def parse(cls, data: object) -> Self:
         """Raises BadRequest naming the field."""
         if not isinstance(data, dict):
-            raise BadRequest(f"the body must be a JSON object, not {_json_type(data)}")
+            raise BadRequest(f"the body must be a JSON object, not {json_type(data)}")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -97,204 +84,13 @@ class Sampling(Body):
         return stops
 
 
-class StreamOptions(Body):
-    absent = {"continuous_usage_stats": (None, False), "include_obfuscation": (None, False)}
-
-    include_usage: bool | None = None
-
-
-class OpenAIBody(Sampling):
-    """What both OpenAI routes share; `user` is taken and not used."""
-
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-
-    @field_validator("stream_options")
-    @classmethod
-    def _only_streaming(cls, value: StreamOptions | None, info: Any) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("only allowed when 'stream' is true")
-        return value
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-class CompletionBody(OpenAIBody):
-    absent = {
-        **_OPENAI_ABSENT,
-        "best_of": (None, 1),
-        "echo": (None, False),
-        "logprobs": (None,),
-        "suffix": (None, ""),
-    }
-
-    # Several prompts give several choices.
-    prompt: list[Prompt]
-
-    @field_validator("prompt", mode="plain")
-    @classmethod
-    def _prompts(cls, value: object) -> list[Prompt]:
-        return prompt_list(value)
-
-
-class ChatMessage(Body):
-    """One message; fields that an answer carries as null may be sent back as they are."""
-
-    absent = {
-        "refusal": (None,),
-        "tool_calls": (None, []),
-        "function_call": (None,),
-        "audio": (None,),
-        "annotations": (None, []),
-        "reasoning_content": (None,),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str | None = None
-
-    @field_validator("content", mode="plain")
-    @classmethod
-    def _text(cls, value: object) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise ValueError(f"must be a string or a list of text parts, not {_json_type(value)}")
-        for index, part in enumerate(value):
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise ValueError(f"part {index}: only parts of type 'text' are supported")
-            if not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
-                raise ValueError(f"part {index}: a text part has 'type' and the string 'text' only")
-        return "".join(part["text"] for part in value)
-
-
-class ChatBody(OpenAIBody):
-    absent = {
-        **_OPENAI_ABSENT,
-        "logprobs": (None, False),
-        "top_logprobs": (None, 0),
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True, False),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
-        "modalities": (None, ["text"]),
-        "reasoning_effort": (None, "none"),
-    }
-
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
-            raise BadRequest(
-                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) differ",
-                param="max_completion_tokens",
-            )
-        return self
-
-
-class NativeSampling(Sampling):
-    absent = {
-        "n": (None, 1),
-        "min_new_tokens": (None, 0),
-        "min_p": (None, 0),
-        "presence_penalty": (None, 0),
-        "frequency_penalty": (None, 0),
-        "repetition_penalty": (None, 1),
-        "logit_bias": (None, {}),
-        "json_schema": (None,),
-        "regex": (None,),
-        "ebnf": (None,),
-        "stop_regex": (None, []),
-        "skip_special_tokens": (None, True),
-        "spaces_between_special_tokens": (None, True),
-        "no_stop_trim": (None, False),
-    }
-
-    max_new_tokens: int | None = Field(None, ge=1)
-    sampling_seed: Seed | None = None
-
-
-class NativeBody(Body):
-    """SGLang's /generate: exactly one of `text` and `input_ids`, single or a list. `rid` is only a
-    name.
-    """
-
-    absent = {
-        "return_logprob": (None, False),
-        "return_hidden_states": (None, False),
-        "return_text_in_logprobs": (None, False),
-        "logprob_start_len": (None, -1),
-        "top_logprobs_num": (None, 0),
-        "image_data": (None,),
-        "input_embeds": (None,),
-        "lora_path": (None,),
-        "session_params": (None,),
-        "priority": (None, 0),
-    }
-
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: NativeSampling = NativeSampling()
-    stream: bool = False
-    rid: str | list[str] | None = None
-    extra_key: str | None = Field(None, min_length=1, max_length=256)
-
-    @field_validator("text", "input_ids", mode="plain")
-    @classmethod
-    def _typed_prompts(cls, value: Any, info: Any) -> Any:
-        kind = str if info.field_name == "text" else list
-        if value is not None and not all(isinstance(each, kind) for each in prompt_list(value)):
-            wanted = "a string or a list of strings" if kind is str else "a list of token ids"
-            raise ValueError(f"must be {wanted}")
-        return value
-
-    @field_validator("sampling_params", mode="before")
-    @classmethod
-    def _default_sampling(cls, value: object) -> object:
-        return NativeSampling() if value is None else value
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        if (self.text is None) == (self.input_ids is None):
-            raise BadRequest("give exactly one of 'text' and 'input_ids'", param="text")
-        names = self.rid if isinstance(self.rid, list) else [self.rid]
-        if self.rid is not None and (
-            isinstance(self.rid, list) != self.is_batch or len(names) != len(self.prompts)
-        ):
-            raise BadRequest("'rid' must be one string for each prompt", param="rid")
-        return self
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return prompt_list(self.text if self.text is not None else self.input_ids)
-
-    @property
-    def is_batch(self) -> bool:
-        """A list of prompts, be it of one, is answered by a list."""
-        if self.text is not None:
-            return isinstance(self.text, list)
-        assert self.input_ids is not None
-        return isinstance(self.input_ids[0], list)
-
-
 def prompt_list(value: object) -> list[Prompt]:
     """One text, one list of token ids, or a list of either."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise ValueError(
-            f"must be a string, a list of token ids or a list of either, not {_json_type(value)}"
+            f"must be a string, a list of token ids or a list of either, not {json_type(value)}"
         )
     if not value:
         raise ValueError("must not be empty")
@@ -331,7 +127,7 @@ def _same(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
     match value:
         case None:
             return "null"

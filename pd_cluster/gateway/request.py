@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal, assert_never
 
-import msgspec
-
 from pd_cluster.errors import (
     AttemptsExhausted,
     BadRequest,
@@ -28,6 +26,28 @@ from pd_cluster.errors import (
     Overloaded,
     RequestError,
     Unavailable,
+)
+from pd_cluster.gateway.instructions import (
+    Cancel,
+    ClientGone,
+    DeadlinePassed,
+    Delivered,
+    DrainExpired,
+    Emit,
+    End,
+    EndAttempt,
+    Event,
+    Finish,
+    Instruction,
+    Place,
+    Placed,
+    Rejected,
+    Started,
+    StopStringFound,
+    Submit,
+    SubmitFailed,
+    Usage,
+    WorkerLost,
 )
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
@@ -48,7 +68,6 @@ from pd_cluster.types import (
 )
 
 State = Literal["new", "placing", "running", "draining", "finished", "aborted", "failed"]
-End = Literal["finished", "aborted", "failed"]
 
 TRANSITIONS: Transitions[State] = {
     ("new", "placing"): "asks for a first placement",
@@ -77,128 +96,6 @@ _REJECTIONS: dict[int, type[RequestError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has used, in tokens. `sources` is None until the first token is there."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    sources: Sources | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.sources.cached if self.sources else 0
-
-
-# --- events --------------------------------------------------------------------------------------
-
-
-class Started(msgspec.Struct, frozen=True):
-    """The request was accepted."""
-
-
-class Placed(msgspec.Struct, frozen=True):
-    placement: Placement
-
-
-class Rejected(msgspec.Struct, frozen=True):
-    rejection: Rejection
-
-
-class Delivered(msgspec.Struct, frozen=True):
-    worker: WorkerId
-    output: Output
-
-
-class WorkerLost(msgspec.Struct, frozen=True):
-    """A decode worker died."""
-
-    worker: WorkerId
-
-
-class SubmitFailed(msgspec.Struct, frozen=True):
-    """StartAttempt did not reach its worker."""
-
-    attempt: AttemptId
-    reason: str
-
-
-class StopStringFound(msgspec.Struct, frozen=True):
-    """The text of the tokens so far holds one of the request's stop strings."""
-
-
-class ClientGone(msgspec.Struct, frozen=True):
-    """Nobody waits for the answer any more."""
-
-
-class DeadlinePassed(msgspec.Struct, frozen=True):
-    """The request's time is over."""
-
-
-class DrainExpired(msgspec.Struct, frozen=True):
-    """A cancelled attempt was not confirmed in time; the worker's reports will tell what it still
-    holds.
-    """
-
-
-Event = (
-    Started
-    | Placed
-    | Rejected
-    | Delivered
-    | WorkerLost
-    | SubmitFailed
-    | StopStringFound
-    | ClientGone
-    | DeadlinePassed
-    | DrainExpired
-)
-
-# --- instructions --------------------------------------------------------------------------------
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Ask the coordinator, after `delay_s`. Replaces a question that is still open."""
-
-    request: PlaceRequest
-    delay_s: float = 0.0
-
-
-class Submit(msgspec.Struct, frozen=True):
-    worker: WorkerId
-    message: StartAttempt
-
-
-class Cancel(msgspec.Struct, frozen=True):
-    worker: WorkerId
-    message: CancelAttempt
-
-
-class EndAttempt(msgspec.Struct, frozen=True):
-    message: AttemptEnded
-
-
-class Emit(msgspec.Struct, frozen=True):
-    """Tokens for the client."""
-
-    tokens: tuple[int, ...]
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end, for the client: `reason` with "finished", `error` with "failed".
-
-    `recovered` names what the request has survived: "retracted", "failed", "worker_lost".
-    """
-
-    end: End
-    usage: Usage
-    reason: FinishReason | None = None
-    error: RequestError | None = None
-    recovered: tuple[str, ...] = ()
-
-
-Instruction = Place | Submit | Cancel | EndAttempt | Emit | Finish
 
 
 class RequestState(Tracked[State]):
@@ -324,8 +221,8 @@ class RequestState(Tracked[State]):
             return []
         if self.state != "placing":
             raise self._illegal("failed")
-        if self.tokens and rejection.status in (429, 503):
-            # The client has part of the answer: only the deadline ends the wait for a place.
+        if self._number > 1 and rejection.status in (429, 503):
+            # It was admitted once: only its deadline ends the wait for another place.
             self._fruitless += 1
             return self._place(now, rejection.message, delay_s=rejection.retry_after_s)
         error = _REJECTIONS[rejection.status](
@@ -422,8 +319,7 @@ class RequestState(Tracked[State]):
         self.move("placing", now, why)
         self._number += 1
         if delay_s is None:
-            # The first two tries follow at once: most reasons for a second one concern one worker
-            # only.
+            # The second try follows at once: most reasons for one concern a single worker.
             doublings = self._fruitless - 2
             delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2**doublings) if doublings >= 0 else 0.0
         request = PlaceRequest(
@@ -474,8 +370,9 @@ class RequestState(Tracked[State]):
         return InvalidTransition(self.who, self.state, finish, self.story)
 
     def _deadline_error(self) -> DeadlineExceeded:
-        where = "waiting for a place" if self.state == "placing" else f"attempt {self._number}"
+        where = f"while {self.state}, attempt {self._number}, {len(self.tokens)} tokens generated"
+        _, _, why = self.story[-1]
         return DeadlineExceeded(
-            f"the request's time was over ({where}, {len(self.tokens)} tokens generated)",
+            f"the request's time was over ({where}; last: {why})",
             code="deadline_exceeded",
         )

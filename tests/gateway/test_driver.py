@@ -14,7 +14,7 @@ from pd_cluster.errors import (
     Unavailable,
 )
 from pd_cluster.gateway.backend import Generated, GenerateRequest
-from pd_cluster.gateway.request import Started
+from pd_cluster.gateway.instructions import Started
 from pd_cluster.types import AttemptId, Output, Rejection, SamplingParams, Sources, WorkerId
 
 pytestmark = pytest.mark.anyio
@@ -194,7 +194,7 @@ async def test_deadline(cluster, ask, waiting):
     cluster.gates[1] = asyncio.Event()
     with pytest.raises(DeadlineExceeded) as caught:
         await collect(cluster, ask())
-    assert ("waiting for a place" if waiting else "attempt 1, 1 tokens") in str(caught.value)
+    assert ("while placing" if waiting else "running, attempt 1, 1 tokens") in str(caught.value)
     assert outcomes(cluster) == [(1, "aborted")]
     assert cluster.idle
 

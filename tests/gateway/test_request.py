@@ -22,9 +22,8 @@ from pd_cluster.errors import (
     Overloaded,
     Unavailable,
 )
-from pd_cluster.gateway import request as module
-from pd_cluster.gateway.request import (
-    BACKOFF_MOST_S,
+from pd_cluster.gateway import instructions, request
+from pd_cluster.gateway.instructions import (
     Cancel,
     ClientGone,
     DeadlinePassed,
@@ -38,13 +37,13 @@ from pd_cluster.gateway.request import (
     Place,
     Placed,
     Rejected,
-    RequestState,
     Started,
     StopStringFound,
     Submit,
     SubmitFailed,
     WorkerLost,
 )
+from pd_cluster.gateway.request import BACKOFF_MOST_S, RequestState
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -135,10 +134,10 @@ def finish_of(instructions: list[Instruction]) -> Finish:
 def test_a_plain_request():
     state = make()
     (place,) = run(state, Started())
-    request = place.request
+    asked = place.request
     assert place.delay_s == 0
-    assert (request.attempt, request.prompt_len, request.max_tokens) == (attempt(1), 4, 10)
-    assert (request.timeout_s, request.resumed, request.avoid) == (99.0, False, ())
+    assert (asked.attempt, asked.prompt_len, asked.max_tokens) == (attempt(1), 4, 10)
+    assert (asked.timeout_s, asked.resumed, asked.avoid) == (99.0, False, ())
     (submit,) = run(state, placed(1), now=11.0)
     assert submit.worker == DECODE
     start = submit.message
@@ -163,9 +162,9 @@ def test_the_next_attempt_goes_on_where_the_client_is(outcome):
     run(state, Started(), placed(1), output(1, 20, 21, sources=SOURCES))
     end, place = run(state, output(1, 22, outcome=outcome))[1:]
     assert end == ended(1, "failed" if outcome == "aborted" else outcome)
-    request = place.request
-    assert request.attempt == attempt(2)
-    assert (request.prompt_len, request.max_tokens, request.resumed) == (7, 7, True)
+    asked = place.request
+    assert asked.attempt == attempt(2)
+    assert (asked.prompt_len, asked.max_tokens, asked.resumed) == (7, 7, True)
     (submit,) = run(state, placed(2, OTHER))
     assert unpack_ints(submit.message.tokens).tolist() == [*PROMPT, 20, 21, 22]
     assert submit.message.prompt_len == 4
@@ -260,14 +259,26 @@ def test_a_rejection_ends_a_request_that_has_not_begun(status, kind):
     assert run(state, ClientGone(), DeadlinePassed(), StopStringFound()) == []
 
 
-def test_a_request_that_has_begun_outlives_a_rejection():
+@pytest.mark.parametrize("tokens", [(), (20,)])
+def test_a_request_that_was_admitted_outlives_a_rejection(tokens):
     state = make()
-    run(state, Started(), placed(1), output(1, 20, sources=SOURCES), WorkerLost(DECODE))
+    run(state, Started(), placed(1), output(1, *tokens, sources=SOURCES), WorkerLost(DECODE))
     (place,) = run(state, rejected(2))
     assert place.request.attempt == attempt(3)
+    assert place.request.resumed == bool(tokens)
     assert place.delay_s == 2.0
-    (finish,) = run(state, rejected(3, status=504))
+    (place,) = run(state, rejected(3, status=429, retry_after_s=None))
+    assert place.request.attempt == attempt(4)
+    assert place.delay_s > 0
+    (finish,) = run(state, rejected(4, status=504))
     assert isinstance(finish.error, DeadlineExceeded)
+
+
+def test_the_deadline_tells_the_last_reason():
+    state = make()
+    run(state, Started(), placed(1), WorkerLost(DECODE), rejected(2))
+    _, finish = run(state, DeadlinePassed())
+    assert "while placing, attempt 3, 0 tokens generated; last: because" in finish.error.message
 
 
 @pytest.mark.parametrize(
@@ -340,7 +351,8 @@ def test_illegal_moves_carry_the_story():
         make().handle(ClientGone(), 0.0)
 
 
-def test_it_is_pure():
+@pytest.mark.parametrize("module", [request, instructions])
+def test_it_is_pure(module):
     tree = ast.parse(inspect.getsource(module))
     imported = {
         name.split(".")[0]
