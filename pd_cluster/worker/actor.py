@@ -155,6 +155,20 @@ class WorkerActor:
         return await self._ask(self._snapshot)
 
     @ray.method(concurrency_group="control")
+    async def counters(self) -> dict[str, int]:
+        """What this worker computed, moved and did not have to move. For tests and debugging."""
+        return await self._ask(
+            lambda: {
+                "computed_tokens": self.scheduler.prefill.computed_tokens,
+                "prefill_hit_tokens": self.scheduler.prefill.prefill_hit_tokens,
+                "written_pages": self.scheduler.prefill.written_pages,
+                "reserved_pages": self.scheduler.decode.reserved_pages,
+                "resident_pages": self.scheduler.decode.resident_pages,
+                "generated_tokens": self.scheduler.decode.generated_tokens,
+            }
+        )
+
+    @ray.method(concurrency_group="control")
     async def flush(self) -> int:
         """Empties the prefix cache of all that no request uses; the tokens that became free."""
         return await self._ask(lambda: self.scheduler.cache.reset() * self.config.page_size)
