@@ -94,7 +94,7 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
         vocab_size=_count(data, "vocab_size", source),
         max_positions=_count(data, "max_position_embeddings", source),
         rope_theta=_rope_theta(data, source),
-        rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(data, "rms_norm_eps", 1e-6, source),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_token_ids(data, "eos_token_id", source),
@@ -122,7 +122,7 @@ def _rope_theta(data: Mapping[str, Any], source: str) -> float:
     rotated = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
     if rotated != 1.0:
         raise ModelError(f"{source}: partial_rotary_factor {rotated} is not supported; use 1.0")
-    return float(rope.get("rope_theta", data.get("rope_theta", 10000.0)))
+    return _number({**data, **rope}, "rope_theta", 10000.0, source)
 
 
 def _count(data: Mapping[str, Any], key: str, source: str) -> int:
@@ -130,6 +130,13 @@ def _count(data: Mapping[str, Any], key: str, source: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{source}: {key} must be a whole number above 0, found {value!r}")
     return value
+
+
+def _number(data: Mapping[str, Any], key: str, default: float, source: str) -> float:
+    value = data.get(key, default)
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ModelError(f"{source}: {key} must be a number above 0, found {value!r}")
+    return float(value)
 
 
 def _token_ids(data: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:

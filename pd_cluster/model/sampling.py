@@ -56,7 +56,8 @@ def sample(
 
 def uniform(seed: int, sequence: int, position: int) -> float:
     """A number in [0, 1 - 2^-48] that belongs to this key (Philox 4x64, Salmon et al., 2011)."""
-    bits = np.random.Philox(key=[seed & _SEED_MASK, sequence], counter=position).random_raw()
+    key = np.array([seed & _SEED_MASK, sequence], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=position).random_raw()
     # 48 bits: times a sum of weights it stays below the sum after rounding.
     return int(bits >> 16) * 2.0**-48
 
