@@ -5,8 +5,9 @@
 #include <limits>
 #include <vector>
 
-#include "pages.h"
 #include "parallel.h"
+#include "prefill_amx.h"
+#include "prefill_task.h"
 #include "vec.h"
 
 namespace pd {
@@ -15,24 +16,9 @@ namespace {
 constexpr int kVecs = 3;               // vectors a panel is wide
 constexpr int kRows = kVecs * W;       // rows of a panel
 constexpr int kStep = W == 16 ? 8 : 4; // broadcasts a step: kStep * kVecs sums fill the registers
-constexpr int kPanels = 4;             // panels of a task, which share the converted tile
+constexpr int kPanels = kTaskRows / kRows;
 constexpr int64_t kTile = 64;          // tokens of a tile
 constexpr float kLowest = std::numeric_limits<float>::lowest();
-
-template <class T>
-struct Prefill {
-    const T *q, *k_pages, *v_pages;
-    T* out;
-    const int32_t* q_indptr;
-    PageTable table;
-    int64_t q_stride, head_stride, kv_heads, group, dim;
-    float scale;
-};
-
-// The queries [first, last) of sequence b, for one KV head.
-struct Task {
-    int64_t b, kv_head, first, last;
-};
 
 struct Panel {
     float *q, *out;                 // [dim, kRows]
@@ -123,8 +109,7 @@ void attend_tile(Panel& panel, const Scratch& s, int64_t dim, int64_t begin, int
 // task's last row sees no token.
 template <class T>
 void begin_panel(Panel& panel, const Prefill<T>& a, const Task& task, int64_t row) {
-    const int64_t start = a.q_indptr[task.b], queries = a.q_indptr[task.b + 1] - start;
-    const int64_t rows = (task.last - task.first) * a.group;
+    const int64_t rows = task.rows(a);
     std::fill_n(panel.out, a.dim * kRows, 0.0f);
     std::fill_n(panel.maximum, kRows, kLowest);
     std::fill_n(panel.total, kRows, 0.0f);
@@ -135,14 +120,12 @@ void begin_panel(Panel& panel, const Prefill<T>& a, const Task& task, int64_t ro
             panel.visible[r] = 0;
             continue;
         }
-        const int64_t i = task.first + (row + r) / a.group;
-        const int64_t head = task.kv_head * a.group + (row + r) % a.group;
-        const T* q = a.q + (start + i) * a.q_stride + head * a.dim;
+        const T* q = task.q(a, row + r);
         for (int64_t d = 0; d < a.dim; d += W) {
             const vec x = load(q + d) * a.scale;
             for (int j = 0; j < W; ++j) panel.q[(d + j) * kRows + r] = x[j];
         }
-        const int64_t visible = a.table.ctx_lens[task.b] - queries + i + 1;
+        const int64_t visible = task.visible(a, row + r);
         panel.visible[r] = int32_t(visible);
         panel.fewest = std::min(panel.fewest, visible);
         panel.most = std::max(panel.most, visible);
@@ -151,11 +134,8 @@ void begin_panel(Panel& panel, const Prefill<T>& a, const Task& task, int64_t ro
 
 template <class T>
 void end_panel(const Panel& panel, const Prefill<T>& a, const Task& task, int64_t row) {
-    const int64_t rows = (task.last - task.first) * a.group;
-    for (int r = 0; r < kRows && row + r < rows; ++r) {
-        const int64_t i = task.first + (row + r) / a.group;
-        const int64_t head = task.kv_head * a.group + (row + r) % a.group;
-        T* out = a.out + ((a.q_indptr[task.b] + i) * a.kv_heads * a.group + head) * a.dim;
+    for (int r = 0; r < kRows && row + r < task.rows(a); ++r) {
+        T* out = task.out(a, row + r);
         const float scale = 1.0f / panel.total[r];
         for (int64_t d = 0; d < a.dim; d += W) {
             vec x;
@@ -167,7 +147,7 @@ void end_panel(const Panel& panel, const Prefill<T>& a, const Task& task, int64_
 
 template <class T>
 void attend(const Prefill<T>& a, const Task& task) {
-    const int64_t dim = a.dim, rows = (task.last - task.first) * a.group;
+    const int64_t dim = a.dim, rows = task.rows(a);
     static thread_local Scratch scratch(dim);
     static thread_local int64_t scratch_dim = dim;
     if (scratch_dim != dim) scratch = Scratch(dim), scratch_dim = dim;
@@ -198,7 +178,7 @@ template <class T>
 int prefill_attention(const Prefill<T>& a, int64_t num_queries, int64_t num_pages,
                       int64_t num_indices, int threads) {
     if (!a.table.valid(num_pages, num_indices) || a.q_indptr[0] != 0) return 1;
-    const int64_t each = std::max<int64_t>(1, kPanels * kRows / a.group);
+    const int64_t each = std::max<int64_t>(1, kTaskRows / a.group);
     std::vector<Task> tasks;
     int64_t work = 0;
     for (int64_t b = 0; b < a.table.batch; ++b) {
@@ -211,7 +191,13 @@ int prefill_attention(const Prefill<T>& a, int64_t num_queries, int64_t num_page
                 tasks.push_back({b, h, std::max<int64_t>(0, last - each), last});
     }
     if (a.q_indptr[a.table.batch] != num_queries) return 1;
-    parallel_tasks(int64_t(tasks.size()), work, threads, [&](int64_t i) { attend(a, tasks[i]); });
+    const bool amx = amx_serves(a);
+    parallel_tasks(int64_t(tasks.size()), work, threads, [&](int64_t i) {
+        if (amx)
+            attend_amx(a, tasks[i]);
+        else
+            attend(a, tasks[i]);
+    });
     return 0;
 }
 
@@ -220,7 +206,7 @@ int prefill_attention(const Prefill<T>& a, int64_t num_queries, int64_t num_page
 
 // q [num_queries, kv_heads * group, dim] with a token's heads side by side, out the same,
 // contiguous; strides in elements, the same for k_pages and v_pages. dim is a multiple of 16, group
-// at most 96. Returns 1, and has written nothing, if the tables do not fit q or leave the pages.
+// at most kTaskRows. Returns 1, and has written nothing, if the tables do not fit q or leave the pages.
 #define PD_PREFILL_ATTENTION(T, SUFFIX)                                                           \
     extern "C" int prefill_attention_##SUFFIX(                                                    \
         const T* q, int64_t q_stride, const T* k_pages, const T* v_pages, T* out,                 \

@@ -98,7 +98,13 @@ static inline void store_part(T* p, vec x, int64_t n) {
     memcpy(p, lanes, n * sizeof(T));
 }
 
-static inline vec max(vec a, vec b) { return a > b ? a : b; }
+static inline vec max(vec a, vec b) {
+#if defined(__AVX512F__)  // GCC 12 compares and blends
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // a where bit S of the lane's number is clear, else b, each from the lane that differs in the bits X.
 template <int S, int X, int... L>
@@ -129,13 +135,20 @@ static inline float max(vec x) {
     return x[0] > x[1] ? x[0] : x[1];
 }
 
-// e^x to about 1 ulp for x <= 88; 0 below -87, so also for minus infinity.
+// e^x to about 1 ulp for x <= 88; below -87 it is as good as 0, and for minus infinity it is 0.
 static inline vec exp(vec x) {
+    constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+#if defined(__AVX512F__)
+    x = max(x, splat(-1000.0f));
+    const vec n = (vec)_mm512_roundscale_ps((__m512)(x * kLog2E), 0);
+#else
     const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vec clamped = max(x, splat(-87.0f));
-    const vec shifted = clamped * 1.44269504f + magic;
+    const vec given = x;
+    x = max(x, splat(-87.0f));
+    const vec shifted = x * kLog2E + magic;
     const vec n = shifted - magic;
-    const vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+#endif
+    const vec r = (x - n * kLn2High) - n * kLn2Low;
     // Taylor's coefficients fitted to [-ln2/2, ln2/2] (Cephes' expf).
     vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -143,10 +156,13 @@ static inline vec exp(vec x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     const ivec exponent = ((ivec)shifted - (ivec)magic) << 23;
-    const vec scaled = (vec)((ivec)p + exponent);
-    return x < -87.0f ? vec{} : scaled;
+    return given < -87.0f ? vec{} : (vec)((ivec)p + exponent);
+#endif
 }
 
 template <int S>

@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Head sizes and heads per KV head in use are within these; others run as plain torch.
 _LANES = 16  # the widest vector
-_MAX_GROUP = 96
+_MAX_GROUP = 192
 
 
 def compilable(q: Tensor, k_pages: Tensor) -> bool:
