@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from pd_cluster.errors import ModelError
@@ -209,10 +209,8 @@ class GGUFFile:
         return default[0]
 
 
-def _prepend(token: str, token_id: int) -> Any:
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(
+def _prepend(token: str, token_id: int) -> processors.PostProcessor:
+    return processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, token_id)]
     )
 

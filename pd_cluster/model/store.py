@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from pd_cluster.errors import ModelError
 from pd_cluster.model.config import parse_config
 from pd_cluster.model.gguf_file import GGUFFile
-from pd_cluster.model.weights import tensor_shapes
+from pd_cluster.model.weights import check_tensors, tensor_shapes
 
 # Part of every converted folder's name: a new way to convert never meets the old one's output.
 _CONVERSION = 1
@@ -142,13 +142,17 @@ def convert(source: Path, folder: Path, *, progress: bool = True) -> None:
     """
     model = GGUFFile(source)
     config = model.config()
-    shapes = tensor_shapes(parse_config(config, str(source)))
-    folder.mkdir()
+    parsed = parse_config(config, str(source))
     state = {}
-    with _progress(f"converting {source.name}", len(shapes), progress, sized=False) as advance:
+    total = len(tensor_shapes(parsed))
+    with _progress(f"converting {source.name}", total, progress, sized=False) as advance:
         for name, tensor in model.tensors(torch.bfloat16):
             state[name] = tensor
             advance(len(state))
+    check_tensors(
+        {name: tuple(tensor.shape) for name, tensor in state.items()}, parsed, str(source)
+    )
+    folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", config)

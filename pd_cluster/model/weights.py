@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,34 +90,37 @@ class Weights:
         return tensor.to(self._dtype)
 
     def _check(self, folder: Path) -> None:
-        shapes = tensor_shapes(self._config)
-        for name, expected in shapes.items():
-            if name not in self._path_of:
-                raise ModelError(f"{folder}: tensor {name} {_text(expected)} is missing")
-            header = self._files[self._path_of[name]].get_slice(name)
-            found = tuple(header.get_shape())
-            if found != expected:
-                raise ModelError(
-                    f"{folder}: tensor {name} has shape {_text(found)}; the config expects "
-                    f"{_text(expected)}"
-                )
-            if header.get_dtype() not in ("F32", "F16", "BF16"):
-                raise ModelError(
-                    f"{folder}: tensor {name} is {header.get_dtype()}; use F32, F16 or BF16"
-                )
-        for name in self._path_of.keys() - shapes.keys():
-            if not self._is_redundant(name):
-                found = tuple(self._files[self._path_of[name]].get_slice(name).get_shape())
-                raise ModelError(
-                    f"{folder}: tensor {name} {_text(found)} is unknown to "
-                    f"{self._config.architecture}"
-                )
+        headers = {name: self._files[path].get_slice(name) for name, path in self._path_of.items()}
+        found = {name: tuple(header.get_shape()) for name, header in headers.items()}
+        check_tensors(found, self._config, str(folder))
+        for name in tensor_shapes(self._config):
+            if (dtype := headers[name].get_dtype()) not in ("F32", "F16", "BF16"):
+                raise ModelError(f"{folder}: tensor {name} is {dtype}; use F32, F16 or BF16")
 
-    def _is_redundant(self, name: str) -> bool:
-        """What older checkpoints carry though it follows from the rest."""
-        return name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and self._config.tie_embeddings
-        )
+
+def check_tensors(found: Mapping[str, tuple[int, ...]], config: ModelConfig, source: str) -> None:
+    """Raises ModelError for the first tensor of `source` that is missing, unknown or misshapen."""
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        if name not in found:
+            raise ModelError(f"{source}: tensor {name} {_text(shape)} is missing")
+        if found[name] != shape:
+            raise ModelError(
+                f"{source}: tensor {name} has shape {_text(found[name])}; the config expects "
+                f"{_text(shape)}"
+            )
+    for name in sorted(found.keys() - expected.keys()):
+        if not _is_redundant(name, config):
+            raise ModelError(
+                f"{source}: tensor {name} {_text(found[name])} is unknown to {config.architecture}"
+            )
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """What older checkpoints carry though it follows from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and config.tie_embeddings
+    )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

