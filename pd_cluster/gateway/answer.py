@@ -19,8 +19,9 @@ from pd_cluster.types import FinishReason
 
 @dataclass(frozen=True)
 class Piece:
-    """What came next. The last piece has a `finish_reason`; `matched` is the stop string that was
-    found.
+    """What came next; the last piece has a `finish_reason`.
+
+    `matched` is the stop string that was found.
     """
 
     text: str

@@ -64,15 +64,14 @@ class ClusterLink(Protocol):
         ...
 
     def post(self, worker: WorkerId, message: StartAttempt | CancelAttempt) -> None:
-        """Sends without waiting, in order. Raises Unavailable where the worker is known to be
-        gone.
+        """Sends without waiting, in order.
+
+        Raises Unavailable where the worker is known to be gone.
         """
         ...
 
     def attempt_ended(self, message: AttemptEnded) -> None:
-        """Sends without waiting; also withdraws an attempt that is still waiting for its
-        placement.
-        """
+        """Sends without waiting; also withdraws an attempt that still waits for a placement."""
         ...
 
 

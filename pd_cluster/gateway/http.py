@@ -1,6 +1,4 @@
-"""What every route needs of HTTP: bodies, errors in OpenAI's shape, request ids, and clients that
-hang up.
-"""
+"""What every route needs of HTTP: bodies, errors, request ids, and clients that hang up."""
 
 from __future__ import annotations
 

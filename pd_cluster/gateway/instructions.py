@@ -82,8 +82,9 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
 
 class DrainExpired(msgspec.Struct, frozen=True):
-    """A cancelled attempt was not confirmed in time; the worker's reports will tell what it still
-    holds.
+    """A cancelled attempt was not confirmed in time.
+
+    The worker's reports will tell the coordinator what it still holds.
     """
 
 

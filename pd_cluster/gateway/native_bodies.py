@@ -33,8 +33,9 @@ class NativeSampling(Sampling):
 
 
 class NativeBody(Body):
-    """SGLang's /generate: exactly one of `text` and `input_ids`, single or a list. `rid` is only a
-    name.
+    """SGLang's /generate: exactly one of `text` and `input_ids`, single or a list.
+
+    `rid` is what the answer calls itself, and nothing else.
     """
 
     absent = {

@@ -1,6 +1,4 @@
-"""From what a client asked to what the cluster is asked: token ids, limits and sampling
-parameters.
-"""
+"""From what a client asked to what the cluster is asked."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ class Preparer:
         seed: int | None = None,
         namespace: str | None = None,
     ) -> GenerateRequest:
-        """`default_max_tokens` None: as many as fit. Raises BadRequest naming the field and the
-        limit.
+        """Raises BadRequest naming the field and the limit.
+
+        `default_max_tokens` None: as many as fit.
         """
         stop_token_ids = tuple(sampling.stop_token_ids or ())
         self._check_ids(stop_token_ids, "stop_token_ids")

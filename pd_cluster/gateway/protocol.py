@@ -32,8 +32,9 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 
 class Body(BaseModel):
-    """A JSON object. `absent` maps fields that are not there yet to the values that ask for
-    nothing.
+    """A JSON object.
+
+    `absent` maps fields that are not there yet to the values that ask for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

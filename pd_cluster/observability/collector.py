@@ -1,6 +1,4 @@
-"""Metrics read from snapshots of the cluster at scrape time; nothing is counted on the way of a
-token.
-"""
+"""Metrics read from snapshots at scrape time; nothing is counted on the way of a token."""
 
 from __future__ import annotations
 
@@ -65,8 +63,9 @@ _COORDINATOR_COUNTERS = (
 
 
 class SnapshotCollector(Collector):
-    """Turns the latest snapshot into metric families; `running` and `waiting` are the gateway's
-    own gauges.
+    """Turns the latest snapshot into metric families.
+
+    `running` and `waiting` give the gateway's own gauges.
     """
 
     def __init__(self) -> None:

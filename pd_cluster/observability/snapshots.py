@@ -15,8 +15,9 @@ from pd_cluster.types import Role, WorkerId
 
 
 class HistogramSnapshot(msgspec.Struct, frozen=True):
-    """`counts[i]` observations were at most `bounds[i]` and above the bound before; the last count
-    is above all.
+    """`counts[i]` observations were at most `bounds[i]` and above the bound before.
+
+    The last count is above all bounds.
     """
 
     bounds: tuple[float, ...] = ()
@@ -79,8 +80,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The coordinator. `waiting` requests have no placement yet; the dicts are counters by label
-    value.
+    """The coordinator; the dicts are counters by label value.
+
+    `waiting` requests have no placement yet.
     """
 
     workers: tuple[WorkerStatus, ...] = ()

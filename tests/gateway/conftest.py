@@ -80,8 +80,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class FakeCluster:
-    """A coordinator and a decode worker in this process: the link of a real Driver, and the rest
-    of a Backend.
+    """A coordinator and decode workers in this process: link of a real Driver, and a Backend.
 
     A worker answers with `reply` from where the attempt starts, one token a turn of the loop, and
     waits before each token of `gates` (by position in the answer) until its event is set. With

@@ -5,6 +5,8 @@ import asyncio
 import httpx
 import pytest
 
+from pd_cluster.types import unpack_ints
+
 pytestmark = pytest.mark.anyio
 HELLO = "Hello, wörld 🌍!"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -97,3 +99,30 @@ async def test_generate_as_the_walk_through_calls_it(client: httpx.AsyncClient, 
     assert body["text"] == HELLO
     assert body["meta_info"]["prompt_tokens"] == 3
     assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 257}
+
+
+@pytest.mark.parametrize("length", [100, 5000])
+async def test_long_texts_are_tokenised_in_a_thread(cluster, make_app, make_client, length):
+    cluster.reply = [5]
+    app = make_app(cluster, context_length=20_000, pool_capacity=20_000)
+    async with make_client(app) as client:
+        completion = {"prompt": "x" * length, "max_tokens": 1}
+        answer = (await client.post("/v1/completions", json=completion)).json()
+        assert answer["usage"]["prompt_tokens"] == length
+        chat = {"messages": [{"role": "user", "content": "x" * length}], "max_tokens": 1}
+        answer = (await client.post("/v1/chat/completions", json=chat)).json()
+        assert answer["usage"]["prompt_tokens"] > length
+
+
+async def test_the_prompt_is_the_templates(client, cluster, tokenizer):
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}]},
+        {"role": "assistant", "content": "x", "refusal": None},
+        {"role": "user", "content": "Hi"},
+    ]
+    await client.post("/v1/chat/completions", json={"messages": messages})
+    prompt = unpack_ints(cluster.started[0].tokens).tolist()
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == (
+        "<|im_start|>system\nBe <|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )

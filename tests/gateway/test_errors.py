@@ -193,6 +193,11 @@ async def test_malformed_json(client, path, content):
     assert error["code"] == "invalid_json"
 
 
+async def test_a_number_that_is_infinite(client):
+    content = b'{"prompt": "Hi", "temperature": 1e999}'
+    check(await client.post(COMPLETIONS, content=content), 400, "temperature", "finite")
+
+
 @pytest.mark.parametrize("path", VALID)
 @pytest.mark.parametrize("content", [b"[]", b"5", b"null", b'"text"'])
 async def test_a_body_that_is_no_object(client, path, content):

@@ -365,9 +365,7 @@ def test_it_is_pure(module):
 
 
 class Requests(RuleBasedStateMachine):
-    """Any order of events: one Finish, every attempt ended once, the client gets what was
-    delivered.
-    """
+    """Any order of events: one Finish, and every attempt ended once."""
 
     @initialize(max_tokens=st.integers(1, 6))
     def start(self, max_tokens):
