@@ -1,4 +1,4 @@
-"""Invariants 4 and 6 on a real cluster: what moves, what is cached, and that aborts leave nothing."""
+"""Invariants 4 and 6 on a real cluster: what moves, what is cached, what aborts leave behind."""
 
 from __future__ import annotations
 
