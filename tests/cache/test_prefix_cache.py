@@ -342,6 +342,17 @@ def test_a_hit_counts_once_per_request_and_node() -> None:
     assert hits == {"ABCD": 1, "E": 0, "F": 0, "GH": 0}
 
 
+def test_a_prefix_keeps_the_highest_priority_that_published_it() -> None:
+    worker = make_worker(num_pages=4, policy="priority")
+    worker.run("AA", priority=1)
+    worker.run("BB", priority=2)
+    worker.run("AA", priority=3)
+    worker.run("AA", priority=0)
+    worker.cache.evict(1, worker.clock.now)
+    assert (worker.peek("AA"), worker.peek("BB")) == (2, 0)
+    worker.cache.validate()
+
+
 def test_pages_that_are_not_the_sequences_own_are_refused(worker: Worker) -> None:
     cache = worker.cache
     worker.run("AB")
