@@ -90,6 +90,13 @@ class Node:
     def quiet(self, name: str) -> bool:
         return self.agent.peer_is_quiet(name)
 
+    def write_everything(self, name: str, address: int, nbytes: int) -> None:
+        """Post one WRITE of all memory and let it run."""
+        mine = self.agent.prep_xfer_dlist("", [(self.address(), nbytes, 0)], "DRAM")
+        theirs = self.agent.prep_xfer_dlist(name, [(address, nbytes, 0)], "DRAM")
+        self.handle = self.agent.make_prepped_xfer("WRITE", mine, [0], theirs, [0])
+        self.agent.transfer(self.handle)
+
     def fork_a_child(self) -> int:
         """A child that holds all our sockets open and outlives us."""
         child = os.fork()
