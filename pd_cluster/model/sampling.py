@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pd_cluster.types import SamplingParams
 
-# How many of the largest weights to look at first for a nucleus; it is seldom wider.
-_NUCLEUS_GUESS = 256
+# How many of the largest weights are looked at for a nucleus, before all: it is seldom wide, and a
+# sort of the whole vocabulary costs many times the rest.
+_NUCLEUS_GUESSES = (256, 4096)
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -34,23 +35,14 @@ def sample(
     temperature 0 the largest logit wins, the lowest id of equals. Otherwise top_k filters first and
     top_p what is left of it, renormalised, as in vLLM and transformers.
     """
-    drawn = [row for row, each in enumerate(params) if each.temperature > 0]
-    if not drawn:
-        return logits.argmax(-1).tolist()
-    tokens = [0] * len(params)
-    if len(drawn) < len(params):
-        tokens = logits.argmax(-1).tolist()
-        logits = logits[drawn]
-    temperatures = logits.new_tensor([params[row].temperature for row in drawn])
-    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperatures[:, None]).exp_()
-    for index, row in enumerate(drawn):
-        _filter(weights[index], params[row].top_k, params[row].top_p)
-    cumulated = weights.cumsum(-1, dtype=torch.float64)
-    uniforms = [uniform(params[row].seed, sequence[row], positions[row]) for row in drawn]
-    targets = cumulated[:, -1] * cumulated.new_tensor(uniforms)
-    chosen = torch.searchsorted(cumulated, targets[:, None], right=True)
-    for row, token in zip(drawn, chosen[:, 0].tolist(), strict=True):
-        tokens[row] = token
+    greedy = [each.temperature == 0 for each in params]
+    tokens: list[int] = logits.argmax(-1).tolist() if any(greedy) else [0] * len(params)
+    for row, each in enumerate(params):
+        if not greedy[row]:
+            # Row by row: nothing of the others can reach it, and its weights stay in the cache.
+            tokens[row] = _draw(
+                logits[row], each, uniform(each.seed, sequence[row], positions[row])
+            )
     return tokens
 
 
@@ -62,33 +54,45 @@ def uniform(seed: int, sequence: int, position: int) -> float:
     return int(bits >> 16) * 2.0**-48
 
 
-def _filter(weights: Tensor, top_k: int, top_p: float) -> None:
-    """Sets to 0 in place what top_k and top_p exclude of one row's weights (not normalised)."""
+def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token at `uniform` of the cumulated distribution."""
+    weights = (logits - logits.max()).div_(params.temperature).exp_()
     vocab = weights.shape[0]
-    limit = top_k if 0 < top_k < vocab else vocab
-    if limit == vocab and top_p >= 1:
-        return
-    total = weights.sum(dtype=torch.float64)
-    if limit < vocab:
-        kept, ids = _largest(weights, limit)
+    if params.top_p >= 1 and not 0 < params.top_k < vocab:
+        return _at(weights, uniform)
+    kept, ids = _filter(weights, params.top_k, params.top_p)
+    return int(ids[_at(kept, uniform)])
+
+
+def _at(weights: Tensor, uniform: float) -> int:
+    cumulated = weights.cumsum(0, dtype=torch.float64)
+    return int(torch.searchsorted(cumulated, cumulated[-1] * uniform, right=True))
+
+
+def _filter(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The weights (not normalised) that top_k and top_p leave, descending, and their ids."""
+    vocab = weights.shape[0]
+    if 0 < top_k < vocab:
+        kept, ids = _largest(weights, top_k)
         total = kept.sum(dtype=torch.float64)
     else:
-        kept, ids = _largest(weights, min(_NUCLEUS_GUESS, vocab))
-        if kept.sum(dtype=torch.float64) < top_p * total:
-            kept, ids = _largest(weights, vocab)
+        total = weights.sum(dtype=torch.float64)
+        for guess in (*_NUCLEUS_GUESSES, vocab):
+            kept, ids = _largest(weights, min(guess, vocab))
+            if kept.sum(dtype=torch.float64) >= top_p * total:
+                break
     if top_p < 1:
         # A token stays while those before it have not filled the nucleus yet.
         before = kept.cumsum(0, dtype=torch.float64) - kept
         count = max(1, int((before < top_p * total).sum()))
         kept, ids = kept[:count], ids[:count]
-    weights.zero_()
-    weights[ids] = kept
+    return kept, ids
 
 
 def _largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights, descending, and their ids; of equals the lower id first."""
     if count < weights.shape[0]:
-        smallest = weights.topk(count).values[-1]
+        smallest = weights.topk(count, sorted=False).values.min()
         candidates = (weights >= smallest).nonzero()[:, 0]
     else:
         candidates = torch.arange(count, device=weights.device)
