@@ -136,12 +136,15 @@ def _microseconds(call: Callable[[], object], seconds: float) -> float:
     call()
     best, calls = float("inf"), 1
     end = time.perf_counter() + seconds
-    while (begin := time.perf_counter()) < end:
+    while True:
+        begin = time.perf_counter()
         for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - begin) / calls)
+        now = time.perf_counter()
+        best = min(best, (now - begin) / calls)
+        if now >= end:
+            return best * 1e6
         calls = max(1, int(seconds / 50 / best))
-    return best * 1e6
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _compiled() -> _DecodeAttention:
         geometry = check_pages(q, k_pages, v_pages)
         batch = q.shape[0]
         check_table(batch, kv_indptr, kv_indices, ctx_lens)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty_like(q)
         if kernel(
             q.data_ptr(),
             q.stride(0),
@@ -91,6 +91,4 @@ def decode_attention(
     The page table (`kv_indptr` [B + 1], `kv_indices`, `ctx_lens` [B], all int32), the pages' views
     and `scale` are as there. The newest token's own key and value are in its page already.
     """
-    return DECODE_ATTENTION.on(q.device.type)(
-        q, k_pages, v_pages, kv_indptr, kv_indices, ctx_lens, scale
-    )
+    return DECODE_ATTENTION.of(q)(q, k_pages, v_pages, kv_indptr, kv_indices, ctx_lens, scale)

@@ -81,4 +81,4 @@ def page_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     with any strides but in the last dimension, the same for both.
     A slot twice in `slots` gets either value. Raises IndexError for a slot outside of the pages.
     """
-    PAGE_WRITE.on(k.device.type)(k, v, k_pages, v_pages, slots)
+    PAGE_WRITE.of(k)(k, v, k_pages, v_pages, slots)

@@ -79,7 +79,7 @@ def _compiled() -> _PrefillAttention:
         check_table(batch, kv_indptr, kv_indices, ctx_lens)
         if q_indptr.dtype is not torch.int32 or not q_indptr.is_contiguous():
             raise ValueError("q_indptr must be contiguous int32")
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty_like(q)
         if kernel(
             q.data_ptr(),
             q.stride(0),
@@ -130,6 +130,6 @@ def prefill_attention(
     any strides but in the last dimension. Index tensors are int32: q_indptr and kv_indptr [B + 1],
     ctx_lens [B]. Scores are multiplied by `scale`; softmax and sums are in float32.
     """
-    return PREFILL_ATTENTION.on(q.device.type)(
+    return PREFILL_ATTENTION.of(q)(
         q, k_pages, v_pages, q_indptr, kv_indptr, kv_indices, ctx_lens, scale
     )

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 F = TypeVar("F", bound=Callable[..., object])
 
 REFERENCE = "torch"
@@ -44,6 +46,10 @@ class Op(Generic[F]):
         """The implementation for tensors on `device_type` ("cpu", "cuda", ...)."""
         implementation = self._resolved.get(device_type)
         return implementation if implementation is not None else self._resolve(device_type)
+
+    def of(self, tensor: Tensor) -> F:
+        """`on` the device of `tensor`, the quick way: it is asked some 200 times a step."""
+        return self.on("cpu" if tensor.is_cpu else tensor.device.type)
 
     def backend(self, device_type: str) -> str:
         """The name of the backend that `on(device_type)` uses; "torch" is the reference."""

@@ -35,7 +35,7 @@ def _compiled() -> _Norm:
             return rms_norm_reference(x, weight, eps)
         n, width = x.shape
         _check(x, weight, width)
-        out = torch.empty((n, width), dtype=x.dtype)
+        out = torch.empty_like(x)
         kernel(
             x.data_ptr(),
             x.stride(0),
@@ -62,7 +62,7 @@ def _compiled_fused_add() -> _FusedNorm:
         _check(x, weight, width)
         if residual.dtype is not x.dtype or residual.shape != x.shape or residual.stride(1) != 1:
             raise ValueError("residual must have x's dtype and shape, its rows contiguous")
-        out = torch.empty((n, width), dtype=x.dtype)
+        out = torch.empty_like(x)
         kernel(
             x.data_ptr(),
             x.stride(0),
@@ -98,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     `x` is [N, H] float32 or bfloat16, `weight` is [H] of the same dtype. Returns a new [N, H].
     """
-    return RMS_NORM.on(x.device.type)(x, weight, eps)
+    return RMS_NORM.of(x)(x, weight, eps)
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,4 +106,4 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
     The sum is rounded to the dtype before the norm, as a separate addition would do.
     """
-    return FUSED_ADD_RMS_NORM.on(x.device.type)(x, residual, weight, eps)
+    return FUSED_ADD_RMS_NORM.of(x)(x, residual, weight, eps)

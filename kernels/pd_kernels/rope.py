@@ -83,4 +83,4 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     int64, each below the length of `cos_sin`, which `rope_cos_sin` builds.
     Raises IndexError for a position outside of the table.
     """
-    ROPE.on(q.device.type)(q, k, positions, cos_sin)
+    ROPE.of(q)(q, k, positions, cos_sin)

@@ -29,7 +29,7 @@ def _compiled() -> _SiluAndMul:
         n, both = x.shape
         if both % 2 or x.stride(1) != 1:
             raise ValueError("x's rows must be contiguous and of even length")
-        out = torch.empty((n, both // 2), dtype=x.dtype)
+        out = x.new_empty(n, both // 2)
         kernel(x.data_ptr(), x.stride(0), out.data_ptr(), n, both // 2, torch.get_num_threads())
         return out
 
@@ -41,4 +41,4 @@ SILU_AND_MUL: Op[_SiluAndMul] = Op("silu_and_mul", silu_and_mul_reference, {"cpu
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up`, with `x` = [gate, up]: [N, 2 I] to a new [N, I], float32 or bfloat16."""
-    return SILU_AND_MUL.on(x.device.type)(x)
+    return SILU_AND_MUL.of(x)(x)

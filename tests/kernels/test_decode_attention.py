@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pd_kernels
 from pd_kernels import decode_attention, decode_attention_reference
 
 LAYOUTS = pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -99,3 +100,34 @@ def test_empty_batch(
     batch = make_paged([], layout=layout, page_size=16, dtype=torch.float32)
     out = attention(queries(0, torch.float32), batch.k_pages, batch.v_pages, *batch.table, 0.125)
     assert out.shape == (0, 9, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequences_result_depends_neither_on_its_batch_nor_on_threads(
+    make_paged: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    if pd_kernels.backend_name("cpu") != "cpu":
+        pytest.skip("only the compiled kernel promises it")
+    batch = make_paged([700, 3, 1500, 40], layout="page_first", page_size=4, dtype=dtype)
+    q = queries(4, dtype)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(decode_attention(q, batch.k_pages, batch.v_pages, *batch.table, 0.125))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    for b in range(4):
+        first, last = batch.kv_indptr[b : b + 2].tolist()
+        alone = decode_attention(
+            q[b : b + 1],
+            batch.k_pages,
+            batch.v_pages,
+            torch.tensor([0, last - first], dtype=torch.int32),
+            batch.kv_indices[first:last],
+            batch.ctx_lens[b : b + 1],
+            0.125,
+        )
+        assert torch.equal(alone[0], results[0][b])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pd_kernels
 from pd_kernels import prefill_attention, prefill_attention_reference
 
 LAYOUTS = pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -119,3 +120,26 @@ def test_empty_batch(
     q = queries([], torch.float32)
     out = attention(q, batch.k_pages, batch.v_pages, indptr([]), *batch.table, 0.125)
     assert out.shape == (0, 9, 64)
+
+
+@DTYPES
+def test_chunks_compute_what_the_whole_prompt_does(
+    make_paged: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    if pd_kernels.backend_name("cpu") != "cpu":
+        pytest.skip("only the compiled kernel promises it to the bit")
+    batch = make_paged([300], layout="page_first", page_size=4, dtype=dtype)
+    q = queries([300], dtype)
+    whole = prefill_attention(q, batch.k_pages, batch.v_pages, indptr([300]), *batch.table, 0.125)
+    for start, end in ((0, 1), (1, 130), (130, 299), (299, 300)):
+        chunk = prefill_attention(
+            q[start:end],
+            batch.k_pages,
+            batch.v_pages,
+            indptr([end - start]),
+            batch.kv_indptr,
+            batch.kv_indices,
+            torch.tensor([end], dtype=torch.int32),
+            0.125,
+        )
+        assert torch.equal(chunk, whole[start:end])
