@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_cluster import registry
+from pd_cluster.bench import runner
+from pd_cluster.bench.runner import BenchName
 from pd_cluster.config import Config, load_config
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, StartError
 
@@ -199,6 +201,26 @@ def down(
             f"process {running.pid} still runs after {timeout:g} s; its streams may need longer"
         ) from None
     console.print(f"cluster {cluster_name!r} is down")
+
+
+@app.command()
+def bench(
+    name: Annotated[BenchName, typer.Argument(help="What to measure.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures there, as one flat object.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server, for prefix; else one is started.")
+    ] = None,
+) -> None:
+    """Measure a part on this machine; docs/performance.md tells what the figures mean."""
+    if json_file is not None:
+        runner.check_writable(json_file)
+    with console.status(f"bench {name}"):
+        figures = runner.run(name, url)
+    if json_file is not None:
+        runner.write_json(json_file, figures)
+    runner.report(name, figures, Console())
 
 
 @model_app.command("pull")
