@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "multi_head": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "own_head_dim": {"head_dim": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products lose more to waking threads than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Case:

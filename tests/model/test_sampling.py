@@ -153,9 +153,9 @@ def test_a_nucleus_wider_than_the_first_guess() -> None:
     order = probabilities.argsort(descending=True)
     size = int((probabilities[order].cumsum(0) < 0.5).sum()) + 1
     assert size > 600
-    tokens = draw(logits, params(top_p=0.5), 2000)
+    tokens = draw(logits, params(top_p=0.5), 800)
     assert set(tokens) <= set(order[:size].tolist())
-    assert len(set(tokens)) > 500
+    assert len(set(tokens)) > 300
 
 
 def test_filtered_tokens_keep_their_ratios() -> None:
