@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -62,6 +63,10 @@ class Node:
 
     def content(self) -> bytes:
         return self.memory.tobytes()
+
+    def digest(self) -> str:
+        """Of `content`, for much memory at the end of a pipe."""
+        return hashlib.sha256(self.memory).hexdigest()
 
     def notifications(self) -> dict[str, list[bytes]]:
         return self.agent.get_new_notifs()

@@ -182,11 +182,10 @@ class AcceptedLink(Link):
         if job.discard:
             self.connection.send(Drained(post.id))
             return
-        # Acknowledged first: the notification's callback may take its time.
-        self.connection.send(Done(post.id))
         self.owner.state.served(nixl_xfer_op_t.NIXL_WRITE, service.runs, post.descriptors)
         if post.notification is not None:
             self.owner.state.notified(self.peer, post.notification)
+        self.connection.send(Done(post.id))
 
     def _read_ended(self, message: ReadEnded) -> None:
         service = self._services.pop(message.id, None)

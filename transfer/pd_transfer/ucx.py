@@ -22,6 +22,7 @@ from pd_transfer.errors import (
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
+from pd_transfer.fatal import survive
 from pd_transfer.handshake import Probe, Transport, allow_tracing
 from pd_transfer.link import Link
 from pd_transfer.loop import Loop
@@ -94,6 +95,7 @@ class UcxBackend(Backend):
         )
         self._listener.setblocking(False)
         self._port: int = self._listener.getsockname()[1]
+        survive()
         allow_tracing()
         self.loop.watch(self._listener.fileno(), self._accept)
         self.loop.start()
@@ -144,7 +146,11 @@ class UcxBackend(Backend):
         return self._lost.get(peer)
 
     def peer_is_quiet(self, peer: str) -> bool:
-        return all(link.peer != peer for link in list(self._links))
+        # An accepted link counts from when its dialer has proved itself; nothing lands before.
+        return not any(
+            link.peer == peer and (link.open or isinstance(link, DialedLink))
+            for link in list(self._links)
+        )
 
     def close(self) -> None:
         self.loop.stop(self._shut_down)
