@@ -5,8 +5,8 @@ namespace pd {
 namespace {
 
 inline vec gated(vec gate, vec up) {
-    // e^-x overflows no later than at x = -88, where the quotient is 0 to float32 anyway.
-    return gate / (exp(max(splat(-88.0f), gate) * -1.0f) + 1.0f) * up;
+    // Clamped, so that e^-x stays finite: the result is as good as 0 there anyway.
+    return gate * reciprocal(exp(max(splat(-88.0f), gate) * -1.0f) + 1.0f) * up;
 }
 
 template <class T>
