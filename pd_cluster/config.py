@@ -64,6 +64,11 @@ class Config(_Section):
     radix_eviction_policy_config: dict[str, Any] = Field(default_factory=dict)
 
     chunked_prefill_size: int = Field(512, ge=1, description="prompt tokens computed in one step")
+    local_prefill_size: int = Field(
+        64,
+        ge=1,
+        description="prompt tokens that decode computes beside a step of running sequences",
+    )
     max_running_requests: int = Field(64, ge=1, description="sequences of a decode worker")
     max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
     max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")

@@ -19,17 +19,17 @@ class Tracked(Generic[S]):
     The story is a list of (now, state, why); `now` is in seconds of the owner's clock.
     """
 
-    __slots__ = ("state", "story", "table", "who")
+    __slots__ = ("state", "story", "transitions", "who")
 
-    def __init__(self, who: str, state: S, table: Transitions[S], now: float) -> None:
+    def __init__(self, who: str, state: S, transitions: Transitions[S], now: float) -> None:
         self.who = who
-        self.table = table
+        self.transitions = transitions
         self.state: S = state
         self.story: list[tuple[float, str, str]] = [(now, state, "start")]
 
     def move(self, to: S, now: float, why: str = "") -> None:
         """Raises InvalidTransition, with the story, if the table has no such move."""
-        meaning = self.table.get((self.state, to))
+        meaning = self.transitions.get((self.state, to))
         if meaning is None:
             raise InvalidTransition(self.who, self.state, to, self.story)
         self.story.append((now, to, why or meaning))

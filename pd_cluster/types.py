@@ -20,7 +20,9 @@ IntArray = npt.NDArray[np.int32]
 Region = tuple[int, int, int]
 
 Role = Literal["prefill", "decode"]
-Route = Literal["remote"]
+# How the KV of a prompt comes about: prefill computes and pushes it; prefill first reads what only
+# decode holds; decode computes a short tail itself.
+Route = Literal["remote", "remote+pull", "local"]
 FinishReason = Literal["stop", "length"]
 # How an attempt ended. `refused`, `retracted` and `failed` are tried again by the gateway.
 Outcome = Literal["finished", "aborted", "refused", "retracted", "failed"]
@@ -49,30 +51,48 @@ class AttemptId(msgspec.Struct, frozen=True, order=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a sequence ends.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing; `max_tokens` counts the
-    whole answer, over all attempts; `seed` is always set (the gateway picks one where the client
-    did not).
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; presence and
+    frequency penalties look at the answer, the repetition penalty at the prompt too; `logit_bias`
+    is (token, bias) pairs. `max_tokens` and `min_tokens` count the whole answer, over all attempts;
+    `seed` is always set (the gateway picks one where the client did not). `logprobs` is how many
+    of the likeliest tokens are reported with each token, -1 for no logprobs at all.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = -1
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log (base e) of a chosen token's probability, and (id, logprob) of the likeliest."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of a prompt came from; the fields sum to the prompt's length (invariant 6)."""
 
     computed: int = 0
+    pulled: int = 0
     prefill_hit: int = 0
     decode_hit: int = 0
 
     @property
     def cached(self) -> int:
-        return self.prefill_hit + self.decode_hit
+        return self.pulled + self.prefill_hit + self.decode_hit
 
 
 # --- gateway → coordinator ------------------------------------------------------------------------
@@ -160,6 +180,8 @@ class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_len: int
     params: SamplingParams
     timeout_s: float
+    route: Route = "remote"
+    sequence: int = 0
     namespace: str | None = None
     priority: int = 0
 
@@ -176,7 +198,8 @@ class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `agent` and `region` are decode's transfer metadata and its KV memory; `pages` (int32
     little-endian) are its pages for the tokens from `resident` on, in order; `resident` is a
-    multiple of the page size.
+    multiple of the page size. `held` are decode's pages for the tokens before that, to be read from
+    where prefill lacks them; empty where nothing is to be read.
     """
 
     attempt: AttemptId
@@ -187,7 +210,10 @@ class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     params: SamplingParams
     resident: int
     pages: bytes
+    prompt_len: int
     timeout_s: float
+    held: bytes = b""
+    sequence: int = 0
     namespace: str | None = None
     priority: int = 0
 
@@ -220,6 +246,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sources: Sources
     queue_s: float
     prefill_s: float
+    logprobs: TokenLogprobs | None = None
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -253,6 +280,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     resident: int = 0
     sources: Sources | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -56,6 +56,7 @@ from pd_cluster.worker.instructions import (
     Instruction,
     Notify,
     PeerLost,
+    ReadPages,
     Send,
     WritePages,
 )
@@ -118,6 +119,7 @@ class WorkerActor:
             eos_token_ids=self.engine.decoder.config.eos_token_ids,
             max_running=config.max_running_requests,
             chunk_tokens=config.chunked_prefill_size,
+            local_tokens=config.local_prefill_size,
             prefill_s=config.timeouts.prefill_s,
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
@@ -159,7 +161,9 @@ class WorkerActor:
         """What this worker computed, moved and did not have to move. For tests and debugging."""
         return await self._ask(
             lambda: {
-                "computed_tokens": self.scheduler.prefill.computed_tokens,
+                "computed_tokens": self.scheduler.prefill.computed_tokens
+                + self.scheduler.decode.computed_tokens,
+                "pulled_tokens": self.scheduler.prefill.pulled_tokens,
                 "prefill_hit_tokens": self.scheduler.prefill.prefill_hit_tokens,
                 "written_pages": self.scheduler.prefill.written_pages,
                 "reserved_pages": self.scheduler.decode.reserved_pages,
@@ -218,8 +222,8 @@ class WorkerActor:
             self._obey(instructions)
             busy = batch is not None
             if batch is not None:
-                tokens = self.engine.run(batch)
-                self._obey(self.scheduler.computed(batch, tokens, time.monotonic()))
+                drawn = self.engine.run(batch)
+                self._obey(self.scheduler.computed(batch, drawn, time.monotonic()))
 
     def _receive(self, wait_s: float) -> list[Event | AgentEvent | Callable[[], None]]:
         """All that is in the mailbox; waits for the first if it is empty."""
@@ -247,6 +251,9 @@ class WorkerActor:
                     self.transport.connect(instruction)
                 case WritePages():
                     for event in self.transport.write(instruction):
+                        self._mailbox.put(event)
+                case ReadPages():
+                    for event in self.transport.read(instruction):
                         self._mailbox.put(event)
                 case AbortTransfer():
                     self.transport.abort(instruction)

@@ -1,12 +1,13 @@
 """The decode role, pure: attempts from their reservation to their last token.
 
-    seq.pages   [ resident: the tree's, locked │ the reservation: in flight │ grown while decoding ]
+    seq.table   [ resident: the tree's, locked │ the reservation: in flight │ grown while decoding ]
                 0                     first_page                   prompt pages
-    after join  [ the prompt's full pages: the tree's, locked  │ tail and answer: private          ]
+    after join  [ the prompt's full pages: the tree's, locked │ tail and answer: private           ]
 
-A page of a reservation is in flight from the moment that prefill is told of it until all pages
-have been confirmed, or prefill has said (or died so) that nothing can land any more. Until then it
-is never freed, whatever became of the request: such a sequence is `closing` or `draining`.
+A page of a reservation is in flight from the moment that prefill is told of it until all pages have
+been confirmed, or prefill has said (or died so) that nothing can land any more; so are the resident
+pages that prefill may read. Until then they are never freed, whatever became of the request: such a
+sequence is `closing` or `draining`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
-from pd_cluster.cache.node import Node
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
     AbortPrefill,
@@ -34,20 +35,28 @@ from pd_cluster.types import (
     PrefillAborted,
     PrefillFailed,
     Region,
+    Sources,
     StartAttempt,
     StartPrefill,
+    TokenLogprobs,
     WorkerId,
     pack_ints,
     unpack_ints,
 )
 from pd_cluster.worker.instructions import Deliver, Instruction, Row, Send
-from pd_cluster.worker.prefill import WAIT_FOR_PREFIX, common_prefix
+from pd_cluster.worker.page_table import PageTable, common_prefix
+from pd_cluster.worker.prefill import WAIT_FOR_PREFIX
 
-SequenceState = Literal["awaiting", "reserved", "landing", "running", "closing", "draining", "done"]
+SequenceState = Literal[
+    "awaiting", "computing", "reserved", "landing", "running", "closing", "draining", "done"
+]
 
 SEQUENCE_TRANSITIONS: Transitions[SequenceState] = {
+    ("awaiting", "computing"): "pages allocated, the tail is computed here",
     ("awaiting", "reserved"): "pages reserved, prefill asked",
     ("awaiting", "done"): "refused, cancelled or out of time",
+    ("computing", "running"): "first token sampled here",
+    ("computing", "done"): "ended with its first token, or early",
     ("reserved", "landing"): "first token is here, pages are not",
     ("reserved", "running"): "first token and all pages are here",
     ("reserved", "closing"): "ended with its first token, pages are not here",
@@ -62,14 +71,17 @@ SEQUENCE_TRANSITIONS: Transitions[SequenceState] = {
     ("draining", "done"): "nothing can land any more",
 }
 
+# States in which a prefill worker may still write to, or read from, the sequence's pages.
+RECEIVING: tuple[SequenceState, ...] = ("reserved", "landing", "closing", "draining")
+
 # Pages that a new reservation leaves for each running sequence to grow into, in tokens.
 GROWTH_TOKENS = 16
 
 
 class Sequence(Tracked[SequenceState]):
-    """One attempt. `tokens[:kv_len]` have their KV in `pages`."""
+    """One attempt. `tokens[:kv_len]` have their KV in the table's pages."""
 
-    def __init__(self, request: StartAttempt, now: float) -> None:
+    def __init__(self, request: StartAttempt, cache: PrefixCache, now: float) -> None:
         super().__init__(f"attempt {request.attempt}", "awaiting", SEQUENCE_TRANSITIONS, now)
         self.request = request
         start = unpack_ints(request.tokens)
@@ -78,12 +90,9 @@ class Sequence(Tracked[SequenceState]):
         self.length = self.start_len = len(start)
         self.deadline = self.request_deadline = now + request.timeout_s
         self.awaits: AttemptId | None = None
-        self.node: Node | None = None
-        self._pages = np.empty(0, np.int32)
-        self.num_pages = 0
+        self.table = PageTable(cache)
         self.resident = 0  # prompt tokens that were here when the pages were reserved
-        self.first_page = 0  # where the reservation begins
-        self.published = 0  # pages of the table that the tree owns
+        self.in_flight: IntArray = np.empty(0, np.int32)  # pages that prefill may touch
         self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
         self.kv_len = 0
         self.ended = False  # the gateway has been told the outcome
@@ -97,12 +106,9 @@ class Sequence(Tracked[SequenceState]):
         return self._tokens[: self.length]
 
     @property
-    def pages(self) -> IntArray:
-        return self._pages[: self.num_pages]
-
-    @property
-    def reserved_pages(self) -> IntArray:
-        return self.pages[self.first_page :]
+    def start(self) -> IntArray:
+        """What the attempt began with: the prompt, and the answer of earlier attempts."""
+        return self._tokens[: self.start_len]
 
     @property
     def num_output(self) -> int:
@@ -114,18 +120,6 @@ class Sequence(Tracked[SequenceState]):
             self._tokens = np.concatenate([self._tokens, np.empty(self.length, np.int32)])
         self._tokens[self.length] = token
         self.length += 1
-
-    def grow(self, pages: IntArray) -> None:
-        needed = self.num_pages + len(pages)
-        if needed > len(self._pages):
-            bigger = np.empty(max(needed, 2 * len(self._pages)), np.int32)
-            bigger[: self.num_pages] = self.pages
-            self._pages = bigger
-        self._pages[self.num_pages : needed] = pages
-        self.num_pages = needed
-
-    def set_pages(self, pages: IntArray) -> None:
-        self._pages, self.num_pages = pages.copy(), len(pages)
 
 
 class DecodeSequences:
@@ -155,10 +149,13 @@ class DecodeSequences:
         self.transfer_s = transfer_s
         self.drain_s = drain_s
         self.sequences: OrderedDict[AttemptId, Sequence] = OrderedDict()
+        self.copies: list[tuple[int, int]] = []  # to be made before the next step
         # Counters for metrics and for the accounts of the tests.
         self.reserved_pages = 0
         self.resident_pages = 0
         self.generated_tokens = 0
+        self.computed_tokens = 0
+        self.decode_hit_tokens = 0
         self.retractions = 0
         self.retracted_tokens = 0
 
@@ -167,7 +164,7 @@ class DecodeSequences:
     def start(self, request: StartAttempt, now: float) -> list[Instruction]:
         if request.attempt in self.sequences:
             return []
-        seq = Sequence(request, now)
+        seq = Sequence(request, self.cache, now)
         if len(self.sequences) >= self.max_running:
             seq.move("done", now, "refused: full")
             return [self._end_output(seq, "refused", f"{self.worker} runs {self.max_running}")]
@@ -197,25 +194,13 @@ class DecodeSequences:
         seq = self.sequences.get(message.attempt)
         if seq is None or seq.state != "reserved":
             return []
-        seq.append(message.token)
-        self.generated_tokens += 1
-        finish = self._finish_reason(seq)
-        seq.ended = finish is not None
-        output = Output(
-            attempt=seq.attempt,
-            tokens=(message.token,),
-            outcome="finished" if finish else None,
-            finish_reason=finish,
-            resident=seq.resident,
-            sources=message.sources,
-        )
-        out: list[Instruction] = [Deliver(seq.request.gateway, output)]
+        out = self._emit(seq, message.token, message.logprobs, message.sources)
         if not seq.landed.all():
             seq.deadline = min(seq.deadline, now + self.transfer_s)
-            seq.move("closing" if finish else "landing", now)
+            seq.move("closing" if seq.ended else "landing", now)
             return out
-        if finish:
-            self._take_in(seq, now)
+        self._take_in(seq, now)
+        if seq.ended:
             return out + self._leave(seq, now, "finished with its first token")
         return out + self._join(seq, now)
 
@@ -230,7 +215,7 @@ class DecodeSequences:
     def peer_lost(self, worker: WorkerId, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for seq in list(self.sequences.values()):
-            if seq.request.prefill == worker and seq.state not in ("awaiting", "running", "done"):
+            if seq.request.prefill == worker and seq.state in RECEIVING:
                 out += self._nothing_lands(seq, now, f"prefill worker {worker} lost")
         return out
 
@@ -253,20 +238,16 @@ class DecodeSequences:
     # --- steps ---
 
     def plan(self, now: float) -> tuple[list[Row], list[Instruction]]:
-        """One row for each running sequence that has a page for its next token; retracts some if
-        there are not enough pages."""
+        """One row for each running sequence; retracts some if there are not enough pages."""
         out: list[Instruction] = []
         while True:
             running = [seq for seq in self.sequences.values() if seq.state == "running"]
-            short = [seq for seq in running if seq.kv_len == seq.num_pages * self.page_size]
+            short = [seq for seq in running if seq.kv_len == seq.table.num_pages * self.page_size]
             try:
                 fresh = self.cache.allocate(len(short), now=now)
                 break
             except OutOfPages:
-                if len(running) == 1 and any(
-                    seq.state in ("reserved", "landing", "closing", "draining")
-                    for seq in self.sequences.values()
-                ):
+                if len(running) == 1 and self.count("computing", *RECEIVING):
                     return [], out  # their pages come back, or they become victims themselves
                 victim = min(running, key=lambda seq: (seq.num_output, -seq.request.prompt_len))
                 self.retractions += 1
@@ -274,38 +255,43 @@ class DecodeSequences:
                 message = "retracted: out of KV pages"
                 out.append(self._end_output(victim, "retracted", message))
                 out += self._leave(victim, now, message)
-        for seq, page in zip(short, fresh, strict=True):
-            seq.grow(np.array([page], np.int32))
-        rows = [
-            Row(
-                attempt=seq.attempt,
-                tokens=seq.tokens[seq.kv_len :],
-                start=seq.kv_len,
-                pages=seq.pages,
-                sampling=seq.request.params,
-            )
-            for seq in running
-        ]
-        return rows, out
+        for index, seq in enumerate(short):
+            seq.table.grow(fresh[index : index + 1])
+        return [self._row(seq, seq.length) for seq in running], out
 
-    def computed_row(self, row: Row, token: int, now: float) -> list[Instruction]:
+    def plan_local(self, budget: int) -> list[Row]:
+        """Rows of at most `budget` tokens of the prompts that are computed here."""
+        rows: list[Row] = []
+        for seq in self.sequences.values():
+            if seq.state == "computing" and budget > 0:
+                rows.append(self._row(seq, min(seq.start_len, seq.kv_len + budget)))
+                budget -= len(rows[-1].tokens)
+        return rows
+
+    def computed_row(
+        self, row: Row, token: int | None, logprobs: TokenLogprobs | None, now: float
+    ) -> list[Instruction]:
+        """The engine has computed `row`; `token` was sampled if the row asked for one."""
         seq = self.sequences.get(row.attempt)
-        if seq is None or seq.state != "running":
+        if seq is None or seq.state not in ("running", "computing"):
             return []
+        local = seq.state == "computing"
         seq.kv_len = row.end
-        seq.append(token)
-        self.generated_tokens += 1
-        finish = self._finish_reason(seq)
-        seq.ended = finish is not None
-        output = Output(
-            attempt=seq.attempt,
-            tokens=(token,),
-            outcome="finished" if finish else None,
-            finish_reason=finish,
-            resident=seq.resident,
-        )
-        out: list[Instruction] = [Deliver(seq.request.gateway, output)]
-        return out + self._leave(seq, now, "finished") if finish else out
+        if local:
+            self.computed_tokens += len(row.tokens)
+            self._publish(seq, now)
+        if row.draw is None:
+            return []
+        assert token is not None
+        sources = None
+        if local:
+            cached = min(seq.resident, seq.start_len - 1)
+            sources = Sources(computed=seq.start_len - cached, decode_hit=cached)
+            self.decode_hit_tokens += cached
+        out = self._emit(seq, token, logprobs, sources)
+        if seq.ended:
+            return out + self._leave(seq, now, "finished")
+        return out + self._join(seq, now) if local else out
 
     def count(self, *states: SequenceState) -> int:
         return sum(seq.state in states for seq in self.sequences.values())
@@ -313,8 +299,9 @@ class DecodeSequences:
     def validate(self) -> None:
         for seq in self.sequences.values():
             assert seq.state != "done"
-            assert (seq.node is None) == (seq.state == "awaiting")
-            assert seq.kv_len <= seq.num_pages * self.page_size
+            assert seq.table.is_open == (seq.state != "awaiting")
+            assert seq.kv_len <= seq.table.num_pages * self.page_size
+            assert not len(seq.in_flight) or seq.state in RECEIVING
             if seq.state == "running":
                 assert seq.length == seq.kv_len + 1
             if seq.awaits is not None:
@@ -326,7 +313,7 @@ class DecodeSequences:
     def _receiving(self, attempt: AttemptId) -> Sequence | None:
         """The sequence, if pages of it may be in flight; messages for any other are too late."""
         seq = self.sequences.get(attempt)
-        return seq if seq and seq.state in ("reserved", "landing", "closing", "draining") else None
+        return seq if seq is not None and seq.state in RECEIVING else None
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         params, token = seq.request.params, int(seq.tokens[-1])
@@ -334,103 +321,142 @@ class DecodeSequences:
             return "stop"
         return "length" if seq.num_output >= params.max_tokens else None
 
+    def _row(self, seq: Sequence, end: int) -> Row:
+        request, draw = seq.request, None
+        if end == seq.length:
+            draw = Draw.of(
+                request.params, request.sequence, seq.tokens, request.prompt_len, self.eos
+            )
+        return Row(
+            attempt=seq.attempt,
+            tokens=seq.tokens[seq.kv_len : end],
+            start=seq.kv_len,
+            pages=seq.table.pages[: -(-end // self.page_size)],
+            draw=draw,
+        )
+
+    def _emit(
+        self,
+        seq: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        sources: Sources | None = None,
+    ) -> list[Instruction]:
+        """Takes a token into the sequence and tells the gateway; `seq.ended` if it was the last."""
+        seq.append(token)
+        self.generated_tokens += 1
+        finish = self._finish_reason(seq)
+        seq.ended = finish is not None
+        output = Output(
+            attempt=seq.attempt,
+            tokens=(token,),
+            outcome="finished" if finish else None,
+            finish_reason=finish,
+            resident=seq.resident,
+            sources=sources,
+            logprobs=() if logprobs is None else (logprobs,),
+        )
+        return [Deliver(seq.request.gateway, output)]
+
     def _reserve_or_await(self, seq: Sequence, now: float) -> list[Instruction]:
-        """Reserves, unless a long part of the prompt is on its way here for another sequence."""
-        namespace = seq.request.namespace
-        start = seq.tokens[: seq.start_len]
+        """Reserves, unless a long part of the prompt, or all, is on its way here already."""
+        namespace, start = seq.request.namespace, seq.start
         match = self.cache.match(start, namespace, now=now, count_hit=False)
         for other in self.sequences.values():
-            if other.state not in ("reserved", "landing", "closing"):
+            if other.state not in ("computing", "reserved", "landing", "closing"):
                 continue
             if other.request.namespace != namespace:
                 continue
-            shared = common_prefix(start, other.tokens[: other.start_len])
-            if shared - match.length >= WAIT_FOR_PREFIX:
+            shared = common_prefix(start, other.start)
+            saves = shared - match.length
+            if saves >= WAIT_FOR_PREFIX or (shared == len(start) and saves >= self.page_size):
                 seq.awaits = other.attempt
                 return []
         seq.awaits = None
         return self._reserve(seq, now)
 
     def _reserve(self, seq: Sequence, now: float) -> list[Instruction]:
-        size, total = self.page_size, seq.start_len
-        start = seq.tokens[:total]
-        match = self.cache.match(start, seq.request.namespace, now=now, count_hit=False)
-        self.cache.lock(match.node)
-        needed = -(-total // size) - match.length // size
-        growth = -(-GROWTH_TOKENS // size) * self.count("reserved", "landing", "running")
+        local = seq.request.route == "local"
+        growing = self.count("computing", "reserved", "landing", "running")
         try:
-            if growth and needed + growth > self.cache.available():
-                raise OutOfPages(needed + growth, self.cache.available())
-            fresh = self.cache.allocate(needed, now=now)
+            cached, copies = seq.table.claim(
+                seq.start,
+                seq.request.namespace,
+                now=now,
+                compute_last=local,
+                spare=-(-GROWTH_TOKENS // self.page_size) * growing,
+            )
         except OutOfPages as error:
-            self.cache.unlock(match.node)
             del self.sequences[seq.attempt]
-            seq.resident = match.length
             seq.move("done", now, "refused: no pages")
             return [self._end_output(seq, "refused", str(error))]
-        self.cache.match(start, seq.request.namespace, now=now, count_hit=True)
-        seq.node = match.node
-        seq.set_pages(np.concatenate([match.pages, fresh]))
-        seq.first_page = seq.published = match.length // size
-        seq.resident = match.length
+        seq.resident = cached
+        first = seq.table.published
+        self.resident_pages += first
+        if local:
+            self.copies += copies
+            seq.kv_len = cached
+            seq.move("computing", now)
+            return []
+        return self._ask_prefill(seq, first, now)
+
+    def _ask_prefill(self, seq: Sequence, first: int, now: float) -> list[Instruction]:
+        """Hands prefill the reservation: the pages from page `first` on, and those before to read
+        from if that is the route."""
+        request, pages = seq.request, seq.table.pages
+        fresh = pages[first:]
+        held = pages[:first] if request.route == "remote+pull" else pages[:0]
         seq.landed = np.zeros(len(fresh), np.bool_)
-        self.cache.pool.begin_flight(seq.reserved_pages)
+        seq.in_flight = np.concatenate([held, fresh])
+        self.cache.pool.begin_flight(seq.in_flight)
         self.reserved_pages += len(fresh)
-        self.resident_pages += len(match.pages)
         seq.move("reserved", now)
-        request = StartPrefill(
+        message = StartPrefill(
             attempt=seq.attempt,
             decode=self.worker,
             agent=self.agent,
             region=self.region,
-            tokens=pack_ints(start),
-            params=seq.request.params,
-            resident=match.length,
+            tokens=pack_ints(seq.start),
+            params=request.params,
+            resident=seq.resident,
             pages=pack_ints(fresh),
+            prompt_len=request.prompt_len,
             timeout_s=min(self.prefill_s, max(0.0, seq.deadline - now)),
-            namespace=seq.request.namespace,
-            priority=seq.request.priority,
+            held=pack_ints(held),
+            sequence=request.sequence,
+            namespace=request.namespace,
+            priority=request.priority,
         )
-        return [Send(seq.request.prefill, request)]
+        return [Send(request.prefill, message)]
 
     def _landed(self, seq: Sequence, now: float) -> list[Instruction]:
         """The last page of the reservation is here."""
-        if seq.state == "landing":
-            return self._join(seq, now)
         if seq.state == "reserved":
             return []  # the first token is still to come
-        self._take_in(seq, now)  # closing or draining: its pages are good for others
-        return self._leave(seq, now, "all pages are here")
+        self._take_in(seq, now)
+        if seq.state == "landing":
+            return self._join(seq, now)
+        return self._leave(seq, now, "all pages are here")  # they are good for others
 
     def _join(self, seq: Sequence, now: float) -> list[Instruction]:
         seq.deadline = seq.request_deadline
-        self._take_in(seq, now)
         seq.move("running", now)
         return self._wake(seq, now)
 
     def _take_in(self, seq: Sequence, now: float) -> None:
         """All pages of the prompt are here: they end their flight and enter the tree."""
-        self.cache.pool.end_flight(seq.reserved_pages)
-        seq.first_page = seq.num_pages
+        self._end_flight(seq)
         seq.kv_len = seq.start_len
         self._publish(seq, now)
 
+    def _end_flight(self, seq: Sequence) -> None:
+        self.cache.pool.end_flight(seq.in_flight)
+        seq.in_flight = seq.in_flight[:0]
+
     def _publish(self, seq: Sequence, now: float) -> None:
-        full = seq.kv_len // self.page_size
-        if full <= seq.published:
-            return
-        published = self.cache.publish(
-            seq.tokens[: full * self.page_size],
-            seq.pages[:full],
-            seq.request.namespace,
-            now=now,
-            priority=seq.request.priority,
-        )
-        seq.pages[:full] = published.pages
-        seq.published = published.length // self.page_size
-        assert seq.node is not None
-        self.cache.move_lock(seq.node, published.node)
-        seq.node = published.node
+        request = seq.request
+        tokens = seq.tokens[: seq.kv_len]
+        seq.table.publish(tokens, request.namespace, now=now, priority=request.priority)
 
     def _abandon(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
         """Ends a sequence whose client wants no more of it."""
@@ -452,16 +478,14 @@ class DecodeSequences:
         out: list[Instruction] = []
         if seq.state in ("reserved", "landing"):
             out.append(self._end_output(seq, "failed", why))
-        self.cache.pool.end_flight(seq.reserved_pages)
-        seq.first_page = seq.num_pages
+        self._end_flight(seq)
         return out + self._leave(seq, now, why)
 
     def _leave(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
         """Gives back all that the sequence holds; what it computed stays in the tree."""
-        if seq.node is not None:
+        if seq.table.is_open:
             self._publish(seq, now)
-            self.cache.release(seq.pages[seq.published :])
-            self.cache.unlock(seq.node)
+            seq.table.close()
         del self.sequences[seq.attempt]
         seq.move("done", now, why)
         told = [] if seq.ended else [self._end_output(seq, "aborted", why)]

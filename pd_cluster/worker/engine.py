@@ -9,9 +9,10 @@ import torch
 
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.config import Config
+from pd_cluster.draw import Drawn
 from pd_cluster.model.batch import Chunk, build_batch
+from pd_cluster.model.choose import choose
 from pd_cluster.model.decoder import Decoder
-from pd_cluster.model.sampling import sample
 from pd_cluster.worker.instructions import Batch, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,21 +43,16 @@ class Engine:
         )
         return cls(decoder, layout)
 
-    def run(self, batch: Batch) -> list[int]:
-        """Computes every row; the sampled tokens of the rows that asked, decode rows first."""
+    def run(self, batch: Batch) -> list[Drawn]:
+        """Computes every row; a token for each row that asked, decode rows first."""
         for source, target in batch.copies:
             self.layout.copy_pages(np.array([source], np.int32), np.array([target], np.int32))
         chunks = [_chunk(row) for row in batch.rows]
         decodes = len(batch.decode)
         forward = build_batch(chunks[:decodes], chunks[decodes:], self.layout.page_size)
         logits = self.decoder.forward(forward, self.layout)
-        wanted = [row for row in batch.rows if row.sampling is not None]
-        if not wanted:
-            return []
-        params = [row.sampling for row in wanted if row.sampling is not None]
-        sequences = [row.sequence for row in wanted]
-        # A token's position is its index in the sequence: the same on every worker and attempt.
-        return sample(logits, params, sequences, [row.end for row in wanted])
+        draws = [row.draw for row in batch.rows if row.draw is not None]
+        return choose(logits, draws) if draws else []
 
     def warm_up(self) -> None:
         """One step of each kind, so that the first request pays for no lazy initialisation.
@@ -79,4 +75,4 @@ class Engine:
 
 
 def _chunk(row: Row) -> Chunk:
-    return Chunk(row.tokens, row.start, row.pages, logits=row.sampling is not None)
+    return Chunk(row.tokens, row.start, row.pages, logits=row.draw is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pd_cluster.draw import Draw
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -16,7 +17,6 @@ from pd_cluster.types import (
     PrefillAborted,
     PrefillFailed,
     Region,
-    SamplingParams,
     StartAttempt,
     StartPrefill,
     WorkerId,
@@ -80,8 +80,21 @@ class WritePages:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadPages:
+    """Read `source` pages of the peer's pool into `target` pages of this one.
+
+    The shell answers with TransferEnded(transfer).
+    """
+
+    transfer: int
+    peer: WorkerId
+    source: IntArray = field(compare=False)
+    target: IntArray = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class AbortTransfer:
-    """Stop a WritePages as soon as may be; TransferEnded still comes."""
+    """Stop a WritePages or ReadPages as soon as may be; TransferEnded still comes."""
 
     transfer: int
 
@@ -119,7 +132,7 @@ class Deliver:
     output: Output
 
 
-Instruction = WritePages | AbortTransfer | Connect | Notify | Send | Deliver
+Instruction = WritePages | ReadPages | AbortTransfer | Connect | Notify | Send | Deliver
 
 # --- a step of the engine ---
 
@@ -129,15 +142,14 @@ class Row:
     """One sequence's part of a step.
 
     `tokens` are computed at positions `start`..; `pages` is the page table for all tokens up to
-    there, the new ones included. `sampling` is None where no token is wanted.
+    there, the new ones included. `draw` is None where no token is wanted.
     """
 
     attempt: AttemptId
     tokens: IntArray
     start: int
     pages: IntArray
-    sampling: SamplingParams | None
-    sequence: int = 0
+    draw: Draw | None
 
     @property
     def end(self) -> int:

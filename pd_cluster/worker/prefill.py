@@ -1,28 +1,23 @@
 """The prefill role, pure: jobs that compute prompts and push their pages into decode's memory.
 
-    job.pages   [ matched: the tree's │ computed and published: the tree's │ not yet computed:
-    private ]
-                0                  cached                              published
-                total
-    decode      [ resident there: never sent │ the reservation: written by us, chunk by chunk
-       ]
+    job's table  [ matched: the tree's │ pulled │ computed, published │ not yet computed: private ]
+                 0                   cached                                                 total
+    decode       [ resident there: never sent, may be pulled │ the reservation: written by chunks ]
 
-The job holds one lock, on the deepest node that it matched or published, until all its transfers
-are over: so no page that a peer reads from can be evicted. A private page that turns out to be a
-duplicate when published is released by the cache, which keeps it out of use while a transfer still
-reads it.
+The job's table is closed only when all its transfers are over: so no page that a peer reads from or
+writes to can be evicted. A private page that turns out to be a duplicate when published is released
+by the cache, which keeps it out of use while a transfer still touches it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Literal
 
-import numpy as np
-
-from pd_cluster.cache.node import Node
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
     AbortPrefill,
@@ -34,6 +29,7 @@ from pd_cluster.types import (
     PrefillFailed,
     Sources,
     StartPrefill,
+    TokenLogprobs,
     WorkerId,
     unpack_ints,
 )
@@ -42,21 +38,26 @@ from pd_cluster.worker.instructions import (
     Connect,
     Instruction,
     Notify,
+    ReadPages,
     Row,
     TransferEnded,
     WritePages,
 )
+from pd_cluster.worker.page_table import PageTable, common_prefix
 
-JobState = Literal["waiting", "running", "sending", "stopping", "done"]
+JobState = Literal["waiting", "pulling", "running", "sending", "stopping", "done"]
 
 JOB_TRANSITIONS: Transitions[JobState] = {
+    ("waiting", "pulling"): "pages allocated, reading from decode",
     ("waiting", "running"): "pages allocated",
     ("waiting", "done"): "stopped before it began",
+    ("pulling", "running"): "what decode held is here",
+    ("pulling", "stopping"): "aborted or failed",
     ("running", "sending"): "first token sampled",
     ("running", "stopping"): "aborted or failed",
     ("sending", "stopping"): "aborted or failed",
     ("sending", "done"): "every page acknowledged",
-    ("stopping", "done"): "nothing reads its pages any more",
+    ("stopping", "done"): "nothing touches its pages any more",
 }
 
 # Aborts that came before their request are remembered this long (seconds), at most this many.
@@ -67,32 +68,22 @@ MAX_TOMBSTONES = 10_000
 WAIT_FOR_PREFIX = 64
 
 
-def common_prefix(one: IntArray, other: IntArray) -> int:
-    """Length of the longest common prefix of two token arrays."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
-
-
 class Job(Tracked[JobState]):
-    """One prompt to compute. `computed` counts tokens whose KV is in `pages`."""
+    """One prompt to compute. The KV of the first `computed` tokens is in the table's pages."""
 
-    def __init__(self, request: StartPrefill, page_size: int, now: float) -> None:
+    def __init__(self, request: StartPrefill, cache: PrefixCache, now: float) -> None:
         super().__init__(f"prefill of {request.attempt}", "waiting", JOB_TRANSITIONS, now)
         self.request = request
         self.tokens = unpack_ints(request.tokens)
         self.target = unpack_ints(request.pages)
-        self.arrived = now
+        self.held = unpack_ints(request.held)
+        self.table = PageTable(cache)
+        self.arrived = self.started = now
         self.deadline = now + request.timeout_s
-        self.num_pages = -(-len(self.tokens) // page_size)
-        self.first_page = request.resident // page_size
+        self.num_pages = -(-len(self.tokens) // cache.page_size)
+        self.first_page = request.resident // cache.page_size
         self.sent = self.first_page
-        self.pages: IntArray = np.empty(0, np.int32)
-        self.node: Node | None = None
-        self.cached = 0
-        self.computed = 0
-        self.published = 0  # pages of the table that the tree owns; the rest are private
-        self.started = now
+        self.cached = self.pulled = self.computed = 0
         self.transfers: dict[int, IntArray] = {}
         self.ending: PrefillAborted | PrefillFailed | None = None
 
@@ -104,13 +95,19 @@ class Job(Tracked[JobState]):
     def peer(self) -> WorkerId:
         return self.request.decode
 
+    @property
+    def sources(self) -> Sources:
+        computed = len(self.tokens) - self.cached - self.pulled
+        return Sources(computed=computed, pulled=self.pulled, prefill_hit=self.cached)
+
 
 class PrefillJobs:
     """All jobs of one worker, first come first served, computed in chunks and batched."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, eos_token_ids: Iterable[int] = ()) -> None:
         self.cache = cache
         self.page_size = cache.page_size
+        self.eos = frozenset(eos_token_ids)
         self.jobs: OrderedDict[AttemptId, Job] = OrderedDict()
         self._tombstones: OrderedDict[AttemptId, float] = OrderedDict()
         self._next_transfer = 0
@@ -118,6 +115,7 @@ class PrefillJobs:
         # Counters for metrics and for the accounts of the tests.
         self.computed_tokens = 0
         self.prefill_hit_tokens = 0
+        self.pulled_tokens = 0
         self.written_pages = 0
         self.failed_transfers: dict[str, int] = {}
 
@@ -129,7 +127,7 @@ class PrefillJobs:
         if self._tombstones.pop(request.attempt, None) is not None:
             return []  # its abort overtook it and has been answered
         out: list[Instruction] = [Connect(request.decode, request.agent, request.region)]
-        job = Job(request, self.page_size, now)
+        job = Job(request, self.cache, now)
         problem = self._problem(job)
         if problem:
             return [*out, Notify(job.peer, PrefillFailed(attempt=job.attempt, reason=problem))]
@@ -149,14 +147,13 @@ class PrefillJobs:
             return []
         pages = job.transfers.pop(event.transfer)
         self.cache.pool.end_flight(pages)
+        if job.state == "pulling":
+            return self._pulled(job, len(pages), event.error, now)
         if event.error and job.state != "stopping":
             self.failed_transfers[event.error] = self.failed_transfers.get(event.error, 0) + 1
-            return self._stop(
-                job,
-                PrefillFailed(attempt=job.attempt, reason=f"transfer failed: {event.error}"),
-                now,
-                "transfer failed",
-            )
+            reason = f"transfer failed: {event.error}"
+            failed = PrefillFailed(attempt=job.attempt, reason=reason)
+            return self._stop(job, failed, now, reason)
         if not event.error:
             self.written_pages += len(pages)
         if job.transfers or job.state == "running":
@@ -187,9 +184,7 @@ class PrefillJobs:
     def plan(
         self, budget: int, now: float
     ) -> tuple[list[Row], list[tuple[int, int]], list[Instruction]]:
-        """Rows of at most `budget` tokens, page copies to make before, and transfers to start
-        now.
-        """
+        """Rows of at most `budget` tokens, page copies to make before, transfers to start now."""
         rows: list[Row] = []
         copies: list[tuple[int, int]] = []
         out: list[Instruction] = []
@@ -200,40 +195,44 @@ class PrefillJobs:
                 if self._computed_now(job, rows, now):
                     continue
                 try:
-                    copies += self._admit(job, now)
+                    more, started = self._admit(job, now)
                 except OutOfPages as error:
                     if any(other.state != "waiting" for other in self.jobs.values()):
                         break  # first come first served: nobody overtakes; pages will come back
                     failed = PrefillFailed(attempt=job.attempt, reason=f"never fits: {error}")
                     out += self._stop(job, failed, now, "never fits")
                     continue
-                out += self._send(job, job.cached // self.page_size)
+                copies += more
+                out += started
             if job.state == "running":
                 row = self._row(job, budget)
                 budget -= len(row.tokens)
                 rows.append(row)
         return rows, copies, out
 
-    def computed_row(self, row: Row, token: int | None, now: float) -> list[Instruction]:
+    def computed_row(
+        self, row: Row, token: int | None, logprobs: TokenLogprobs | None, now: float
+    ) -> list[Instruction]:
         """The engine has computed `row`; `token` was sampled if it was the prompt's last chunk."""
         job = self.jobs.get(row.attempt)
         self.computed_tokens += len(row.tokens)
         if job is None or job.state != "running":
             return []
         job.computed = row.end
-        finished = job.computed == len(job.tokens)
         self._publish(job, now)
-        if not finished:
+        if job.computed < len(job.tokens):
             return self._send(job, job.computed // self.page_size)
         assert token is not None
         first = FirstToken(
             attempt=job.attempt,
             token=token,
-            sources=Sources(computed=len(job.tokens) - job.cached, prefill_hit=job.cached),
+            sources=job.sources,
             queue_s=job.started - job.arrived,
             prefill_s=now - job.started,
+            logprobs=logprobs,
         )
         self.prefill_hit_tokens += job.cached
+        self.pulled_tokens += job.pulled
         job.move("sending", now)
         out: list[Instruction] = [Notify(job.peer, first)]
         out += self._send(job, job.num_pages)
@@ -257,56 +256,64 @@ class PrefillJobs:
         for job in self.jobs.values():
             assert job.state != "done"
             assert set(job.transfers) == {t for t, j in self._transfers.items() if j is job}
-            assert (job.node is None) == (job.state == "waiting")
-            assert job.published * self.page_size <= job.computed or job.state == "waiting"
+            assert job.table.is_open == (job.state != "waiting")
+            assert job.table.published * self.page_size <= job.computed
+            if job.state == "pulling":
+                assert len(job.transfers) == 1
 
     # --- within ---
 
     def _problem(self, job: Job) -> str:
         """What is wrong with a reservation, or ""."""
-        size, expected = self.page_size, job.num_pages - job.first_page
-        if not len(job.tokens):
+        size, resident, total = self.page_size, job.request.resident, len(job.tokens)
+        expected = job.num_pages - job.first_page
+        if not total:
             return "bad reservation: no tokens"
-        if job.request.resident % size or job.request.resident > len(job.tokens):
-            return (
-                f"bad reservation: resident {job.request.resident} of {len(job.tokens)} tokens"
-                f" with page size {size}"
-            )
+        if resident % size or not 0 <= resident <= total:
+            return f"bad reservation: resident {resident} of {total} tokens with page size {size}"
         if len(job.target) != expected:
             return f"bad reservation: {len(job.target)} pages, expected {expected}"
+        if len(job.held) not in (0, job.first_page):
+            return f"bad reservation: {len(job.held)} pages held, expected {job.first_page}"
         return ""
 
-    def _admit(self, job: Job, now: float) -> list[tuple[int, int]]:
-        """Locks what is cached and allocates the rest; raises OutOfPages and changes nothing."""
-        size, total = self.page_size, len(job.tokens)
-        match = self.cache.match(job.tokens, job.request.namespace, now=now, count_hit=False)
-        self.cache.lock(match.node)
-        whole = match.length == total
-        try:
-            # The last token is always computed, for its logits: where its page is published, in a
-            # private copy, so that no published page is written again.
-            fresh = self.cache.allocate(
-                1 if whole else job.num_pages - match.length // size, now=now
-            )
-        except OutOfPages:
-            self.cache.unlock(match.node)
-            raise
-        self.cache.match(job.tokens, job.request.namespace, now=now, count_hit=True)
-        job.node = match.node
-        copies: list[tuple[int, int]] = []
-        if whole:
-            job.cached = job.computed = total - 1
-            job.published = job.num_pages - 1
-            job.pages = np.concatenate([match.pages[:-1], fresh])
-            if size > 1:
-                copies.append((int(match.pages[-1]), int(fresh[0])))
-        else:
-            job.cached = job.computed = match.length
-            job.published = match.length // size
-            job.pages = np.concatenate([match.pages, fresh])
+    def _admit(self, job: Job, now: float) -> tuple[list[tuple[int, int]], list[Instruction]]:
+        """Locks what is cached, allocates the rest, and starts what can be moved at once.
+
+        Raises OutOfPages, with nothing changed.
+        """
+        job.cached, copies = job.table.claim(
+            job.tokens, job.request.namespace, now=now, compute_last=True
+        )
+        job.computed = job.cached
         job.started = now
+        out = self._pull(job, now)
+        if out:
+            return copies, out
         job.move("running", now)
-        return copies
+        return copies, self._send(job, job.cached // self.page_size)
+
+    def _pull(self, job: Job, now: float) -> list[Instruction]:
+        """Reads what decode holds and this worker lacks; all but the page of the last token."""
+        first = job.cached // self.page_size
+        last = min(len(job.held), (len(job.tokens) - 1) // self.page_size)
+        if last <= first:
+            return []
+        job.move("pulling", now)
+        pages = job.table.pages[first:last]
+        transfer = self._begin_transfer(job, pages)
+        return [ReadPages(transfer, job.peer, job.held[first:last], pages)]
+
+    def _pulled(self, job: Job, num_pages: int, error: str, now: float) -> list[Instruction]:
+        """The read is over. Where it failed, the tokens are computed instead."""
+        if error:
+            self.failed_transfers[error] = self.failed_transfers.get(error, 0) + 1
+        else:
+            job.pulled = (job.cached // self.page_size + num_pages) * self.page_size - job.cached
+            job.computed = job.cached + job.pulled
+            self._publish(job, now)
+        job.move("running", now, error and f"read failed: {error}")
+        return self._send(job, job.computed // self.page_size)
 
     def _computed_now(self, job: Job, rows: list[Row], now: float) -> bool:
         """Whether this very step computes a long prefix of the job: then it waits for one step."""
@@ -317,53 +324,52 @@ class PrefillJobs:
             other = self.jobs[row.attempt]
             if other.request.namespace == job.request.namespace:
                 shared = max(shared, common_prefix(job.tokens, other.tokens[: row.end]))
-        if shared < WAIT_FOR_PREFIX:
+        if shared < WAIT_FOR_PREFIX and shared < len(job.tokens):
             return False
         match = self.cache.match(job.tokens, job.request.namespace, now=now, count_hit=False)
-        return shared - match.length >= WAIT_FOR_PREFIX
+        saves = shared - match.length
+        return saves >= WAIT_FOR_PREFIX or (shared == len(job.tokens) and saves > 0)
 
     def _row(self, job: Job, budget: int) -> Row:
+        request = job.request
         end = min(len(job.tokens), job.computed + budget)
+        draw = None
+        if end == len(job.tokens):
+            draw = Draw.of(
+                request.params, request.sequence, job.tokens, request.prompt_len, self.eos
+            )
         return Row(
             attempt=job.attempt,
             tokens=job.tokens[job.computed : end],
             start=job.computed,
-            pages=job.pages[: -(-end // self.page_size)],
-            sampling=job.request.params if end == len(job.tokens) else None,
+            pages=job.table.pages[: -(-end // self.page_size)],
+            draw=draw,
         )
 
     def _publish(self, job: Job, now: float) -> None:
-        full = job.computed // self.page_size
-        if full <= job.published:
-            return
-        published = self.cache.publish(
-            job.tokens[: full * self.page_size],
-            job.pages[:full],
-            job.request.namespace,
-            now=now,
-            priority=job.request.priority,
-        )
-        job.pages = np.concatenate([published.pages, job.pages[full:]])
-        job.published = published.length // self.page_size
-        assert job.node is not None
-        self.cache.move_lock(job.node, published.node)
-        job.node = published.node
+        request = job.request
+        tokens = job.tokens[: job.computed]
+        job.table.publish(tokens, request.namespace, now=now, priority=request.priority)
 
     def _send(self, job: Job, upto: int) -> list[Instruction]:
         """Writes the pages before page `upto` that decode does not have and was not yet sent."""
         if upto <= job.sent:
             return []
-        source = job.pages[job.sent : upto]
+        source = job.table.pages[job.sent : upto].copy()
         first = job.sent - job.first_page
+        job.sent = upto
+        transfer = self._begin_transfer(job, source)
+        done = PagesWritten(attempt=job.attempt, first=first, count=len(source))
         target = job.target[first : first + len(source)]
+        return [WritePages(transfer, job.peer, source, target, done)]
+
+    def _begin_transfer(self, job: Job, pages: IntArray) -> int:
         transfer = self._next_transfer
         self._next_transfer += 1
-        job.sent = upto
-        job.transfers[transfer] = source
+        job.transfers[transfer] = pages.copy()
         self._transfers[transfer] = job
-        self.cache.pool.begin_flight(source)
-        done = PagesWritten(attempt=job.attempt, first=first, count=len(source))
-        return [WritePages(transfer, job.peer, source, target, done)]
+        self.cache.pool.begin_flight(pages)
+        return transfer
 
     def _stop(
         self, job: Job, ending: PrefillAborted | PrefillFailed, now: float, why: str
@@ -380,9 +386,7 @@ class PrefillJobs:
         return [AbortTransfer(transfer) for transfer in job.transfers]
 
     def _end(self, job: Job, now: float) -> list[Instruction]:
-        if job.node is not None:
-            self.cache.release(job.pages[job.published :])
-            self.cache.unlock(job.node)
+        job.table.close()
         del self.jobs[job.attempt]
         job.move("done", now)
         return [] if job.ending is None else [Notify(job.peer, job.ending)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.draw import Drawn
 from pd_cluster.types import (
     AbortPrefill,
     CancelAttempt,
@@ -47,6 +48,7 @@ class WorkerScheduler:
         eos_token_ids: Iterable[int],
         max_running: int,
         chunk_tokens: int,
+        local_tokens: int,
         prefill_s: float,
         transfer_s: float,
         drain_s: float,
@@ -54,7 +56,8 @@ class WorkerScheduler:
         self.cache = cache
         self.worker = worker
         self.chunk_tokens = chunk_tokens
-        self.prefill = PrefillJobs(cache)
+        self.local_tokens = local_tokens
+        self.prefill = PrefillJobs(cache, eos_token_ids)
         self.decode = DecodeSequences(
             cache,
             worker=worker,
@@ -100,19 +103,23 @@ class WorkerScheduler:
     def plan(self, now: float) -> tuple[Batch | None, list[Instruction]]:
         """The next step, or None when nothing can be computed now; and what to start beside it."""
         decode, out = self.decode.plan(now)
-        prefill, copies, more = self.prefill.plan(self.chunk_tokens, now)
-        batch = Batch(decode, prefill, copies) if decode or prefill else None
+        # Running sequences wait for a whole step: with them in it, a local prompt comes in slices.
+        local = self.decode.plan_local(self.local_tokens if decode else self.chunk_tokens)
+        budget = self.chunk_tokens - sum(len(row.tokens) for row in local)
+        prefill, copies, more = self.prefill.plan(budget, now)
+        copies, self.decode.copies = self.decode.copies + copies, []
+        rows = local + prefill
+        batch = Batch(decode, rows, copies) if decode or rows else None
         return batch, out + more
 
-    def computed(self, batch: Batch, tokens: list[int], now: float) -> list[Instruction]:
-        """The engine has run `batch`; `tokens` are those sampled, one for each row that asked."""
+    def computed(self, batch: Batch, drawn: list[Drawn], now: float) -> list[Instruction]:
+        """The engine has run `batch`; `drawn` has one token for each row that asked."""
         out: list[Instruction] = []
-        sampled = iter(tokens)
-        for row in batch.decode:
-            out += self.decode.computed_row(row, next(sampled), now)
-        for row in batch.prefill:
-            token = next(sampled) if row.sampling is not None else None
-            out += self.prefill.computed_row(row, token, now)
+        tokens = iter(drawn)
+        for row in batch.rows:
+            token, logprobs = next(tokens) if row.draw is not None else (None, None)
+            role = self.decode if row.attempt in self.decode.sequences else self.prefill
+            out += role.computed_row(row, token, logprobs, now)
         return out
 
     @property

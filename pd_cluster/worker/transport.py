@@ -13,6 +13,7 @@ from pd_cluster.cache.layout import Layout
 from pd_cluster.errors import WireError
 from pd_cluster.types import (
     FirstToken,
+    IntArray,
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
@@ -27,6 +28,7 @@ from pd_cluster.worker.instructions import (
     Event,
     Notify,
     PeerLost,
+    ReadPages,
     TransferEnded,
     WritePages,
 )
@@ -70,24 +72,52 @@ class Transport:
 
     def write(self, instruction: WritePages) -> list[Event]:
         """Starts a write. Returns its end at once if it cannot even start."""
-        name = str(instruction.peer)
-        peer = self._peers.get(name)
-        if peer is None:
-            return [TransferEnded(instruction.transfer, "peer lost")]
-        remote, num_pages = peer
+        return self._start(
+            "WRITE",
+            instruction.transfer,
+            instruction.peer,
+            local=instruction.source,
+            remote=instruction.target,
+            notification=encode(instruction.done),
+        )
+
+    def read(self, instruction: ReadPages) -> list[Event]:
+        """Starts a read. Returns its end at once if it cannot even start."""
+        return self._start(
+            "READ",
+            instruction.transfer,
+            instruction.peer,
+            local=instruction.target,
+            remote=instruction.source,
+        )
+
+    def _start(
+        self,
+        operation: str,
+        transfer: int,
+        peer: WorkerId,
+        *,
+        local: IntArray,
+        remote: IntArray,
+        notification: bytes = b"",
+    ) -> list[Event]:
+        known = self._peers.get(str(peer))
+        if known is None:
+            return [TransferEnded(transfer, "peer lost")]
+        side, num_pages = known
         try:
             handle = self.agent.make_prepped_xfer(
-                "WRITE",
+                operation,
                 self._local,
-                self.layout.rows(instruction.source),
-                remote,
-                self.layout.rows(instruction.target, num_pages),
-                encode(instruction.done),
+                self.layout.rows(local),
+                side,
+                self.layout.rows(remote, num_pages),
+                notification,
             )
         except nixlNotFoundError:
-            return [TransferEnded(instruction.transfer, "peer lost")]
-        self._active[int(handle)] = (instruction.transfer, handle)
-        self._handles[instruction.transfer] = handle
+            return [TransferEnded(transfer, "peer lost")]
+        self._active[int(handle)] = (transfer, handle)
+        self._handles[transfer] = handle
         try:
             self.agent.transfer(handle)
         except (nixlNotFoundError, nixlRemoteDisconnectError):

@@ -1,8 +1,8 @@
 """Two or more pure workers in virtual time, with a memory that knows what it should hold.
 
-The stand-in for KV is a hash of the whole prefix at every position. So a row that is computed over a page
-that was not written, was overwritten or belongs to another prefix is noticed at once; and the next token is a
-function of that hash, so that every route must give the same answer.
+The stand-in for KV is a hash of the whole prefix at every position. So a row that is computed over
+a page that was not written, was overwritten or belongs to another prefix is noticed at once; and
+the next token is a function of that hash, so that every route must give the same answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy as np
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.draw import Drawn
 from pd_cluster.types import (
     AttemptId,
     IntArray,
     Output,
+    Route,
     SamplingParams,
     StartAttempt,
     WorkerId,
@@ -34,6 +36,7 @@ from pd_cluster.worker.instructions import (
     Instruction,
     Notify,
     PeerLost,
+    ReadPages,
     Row,
     Send,
     TransferEnded,
@@ -90,6 +93,7 @@ class FakeWorker:
             eos_token_ids=[EOS],
             max_running=options.get("max_running", 1000),
             chunk_tokens=chunk,
+            local_tokens=max(1, chunk // 4),
             prefill_s=1e6,
             transfer_s=1e6,
             drain_s=1e6,
@@ -97,10 +101,11 @@ class FakeWorker:
         self.mailbox: deque[Event] = deque()
         self.connected: set[WorkerId] = set()
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> list[Drawn]:
         for source, target in batch.copies:
             self.memory[target] = self.memory[source]
-        return [token for row in batch.rows if (token := self._run(row)) is not None]
+        drawn = [self._run(row) for row in batch.rows]
+        return [Drawn(token) for token in drawn if token is not None]
 
     def _run(self, row: Row) -> int | None:
         sequence = self.scheduler.decode.sequences.get(row.attempt)
@@ -113,19 +118,19 @@ class FakeWorker:
         for position in range(row.start, row.end):
             page, offset = divmod(position, self.page_size)
             self.memory[row.pages[page], offset] = hashes[position]
-        return next_token(hashes[-1]) if row.sampling is not None else None
+        return next_token(hashes[-1]) if row.draw is not None else None
 
 
 @dataclass
 class Transfer:
     source: FakeWorker
-    write: WritePages
+    write: WritePages | ReadPages
     aborted: bool = False
 
 
 @dataclass
 class World:
-    """Workers, their mail and transfers under way; a seeded random scheduler of what happens next."""
+    """Workers, their mail and transfers under way; what happens next is seeded chance."""
 
     workers: list[FakeWorker]
     rng: random.Random
@@ -170,6 +175,7 @@ class World:
         decode: str = "decode-0",
         timeout_s: float = 1e9,
         namespace: str | None = None,
+        route: Route = "remote",
     ) -> AttemptId:
         attempt = AttemptId(name, number)
         tokens = np.concatenate([prompt, np.array(sent or [], np.int32)])
@@ -182,6 +188,7 @@ class World:
             params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos),
             timeout_s=timeout_s,
             namespace=namespace,
+            route=route,
         )
         self.worker(decode).mailbox.append(start)
         return attempt
@@ -255,14 +262,17 @@ class World:
         if target is None or transfer.aborted:
             source.mailbox.append(TransferEnded(write.transfer, "aborted"))
             return
-        target.memory[write.target] = source.memory[write.source]
-        target.mailbox.append(write.done)
+        if isinstance(write, ReadPages):
+            source.memory[write.target] = target.memory[write.source]
+        else:
+            target.memory[write.target] = source.memory[write.source]
+            target.mailbox.append(write.done)
         source.mailbox.append(TransferEnded(write.transfer))
 
     def _obey(self, worker: FakeWorker, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case WritePages():
+                case WritePages() | ReadPages():
                     assert instruction.peer in worker.connected
                     assert len(instruction.source) == len(instruction.target) > 0
                     self.transfers.append(Transfer(worker, instruction))

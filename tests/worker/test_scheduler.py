@@ -7,9 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from pd_cluster.types import AttemptId, CancelAttempt, FirstToken, Sources
+from pd_cluster.types import AttemptId, CancelAttempt, FirstToken, Route, Sources
 from pd_cluster.worker.instructions import GatewayLost
 from tests.worker.harness import VOCAB, World, expected_answer, random_prompt
+
+ROUTES: list[Route] = ["remote", "remote+pull", "local"]
 
 
 def prompt_of(length: int, seed: int = 1) -> np.ndarray:
@@ -242,7 +244,7 @@ def test_gateway_lost_ends_its_attempts() -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_crowd(seed: int, page_size: int) -> None:
-    """Random prompts, cancels at any moment (cases 2, 3, 8), tight memory: exact or cleanly ended."""
+    """Cancels at any moment (cases 2, 3, 8), any route, tight memory: exact or cleanly ended."""
     rng = random.Random(seed)
     world = World.make(
         seed,
@@ -264,6 +266,7 @@ def test_random_crowd(seed: int, page_size: int) -> None:
             max_tokens=rng.randrange(1, 20),
             decode=decode,
             prefill=f"prefill-{rng.randrange(2)}",
+            route=rng.choice(ROUTES),
         )
         asked[attempt] = (prompt, decode)
         for _ in range(rng.randrange(30)):
@@ -294,7 +297,9 @@ def test_workers_die(seed: int) -> None:
     for i in range(30):
         prompt = random_prompt(rng, rng.randrange(1, 60), [])
         prefill, decode = f"prefill-{rng.randrange(2)}", f"decode-{rng.randrange(2)}"
-        attempt = world.request(prompt, name=str(i), prefill=prefill, decode=decode)
+        attempt = world.request(
+            prompt, name=str(i), prefill=prefill, decode=decode, route=rng.choice(ROUTES)
+        )
         asked[attempt] = (prompt, prefill, decode)
         for _ in range(rng.randrange(20)):
             world.step()
@@ -304,7 +309,94 @@ def test_workers_die(seed: int) -> None:
     for attempt, (prompt, prefill, decode) in asked.items():
         answer = world.answer(attempt)
         assert answer == expected_answer(prompt, 8)[: len(answer)]
-        if victim.id.name not in (prefill, decode):
+        if victim.id.name not in (prefill, decode) or (
+            world.outcome(attempt) == "finished" and victim.id.name != decode
+        ):
             assert world.outcome(attempt) == "finished"
         elif victim.id.name == prefill:
             assert world.outcome(attempt) in ("finished", "failed")
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prefill_pulls_what_only_decode_holds(page_size: int) -> None:
+    """The next turn by `remote+pull`: the answer's KV is read from decode, the rest computed."""
+    world = World.make(20, page_size=page_size)
+    prompt = prompt_of(40)
+    first = world.request(prompt, name="a", max_tokens=24, ignore_eos=True)
+    world.run()
+    turn = np.concatenate([prompt, world.answer(first), prompt_of(9, seed=3)]).astype(np.int32)
+    before = world.worker("prefill-0").scheduler.prefill.computed_tokens
+    second = world.request(turn, name="b", route="remote+pull")
+    finish(world)
+    assert world.answer(second) == expected_answer(turn, 8)
+    resident = 63 // page_size * page_size
+    computed = world.worker("prefill-0").scheduler.prefill.computed_tokens - before
+    assert computed == len(turn) - resident
+    assert sources(world, second) == Sources(
+        computed=len(turn) - resident, pulled=resident - 40, prefill_hit=40
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_a_prompt_that_decode_holds_whole_is_pulled_but_for_its_last_page(
+    page_size: int, length: int
+) -> None:
+    world = World.make(21, page_size=page_size)
+    prompt = prompt_of(length)
+    world.request(prompt, name="a")
+    world.run()
+    world.worker("prefill-0").cache.reset()
+    again = world.request(prompt, name="b", route="remote+pull")
+    finish(world)
+    assert world.answer(again) == expected_answer(prompt, 8)
+    pulled = (length - 1) // page_size * page_size
+    assert sources(world, again) == Sources(computed=length - pulled, pulled=pulled)
+
+
+def test_a_failed_pull_is_computed_instead() -> None:
+    world = World.make(22)
+    prompt = prompt_of(30)
+    world.request(prompt, name="a")
+    world.run()
+    prefill = world.worker("prefill-0")
+    prefill.cache.reset()
+    again = world.request(prompt, name="b", route="remote+pull")
+    while not world.transfers:
+        world.step()
+    world.transfers[0].aborted = True
+    finish(world)
+    assert world.answer(again) == expected_answer(prompt, 8)
+    assert sources(world, again) == Sources(computed=30)
+    assert prefill.scheduler.prefill.failed_transfers
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("shared", [0, 16, 31, 32])
+def test_the_local_route_computes_the_tail_on_decode(page_size: int, shared: int) -> None:
+    world = World.make(23, page_size=page_size)
+    prompt = prompt_of(32)
+    if shared:
+        world.request(prompt[:shared], name="warm", max_tokens=1)
+        world.run()
+    written = world.worker("prefill-0").scheduler.prefill.written_pages
+    computed = world.worker("prefill-0").scheduler.prefill.computed_tokens
+    attempt = world.request(prompt, name="a", route="local")
+    finish(world)
+    assert world.answer(attempt) == expected_answer(prompt, 8)
+    cached = min(shared // page_size * page_size, 31)
+    assert sources(world, attempt) == Sources(computed=32 - cached, decode_hit=cached)
+    assert world.worker("prefill-0").scheduler.prefill.written_pages == written
+    assert world.worker("prefill-0").scheduler.prefill.computed_tokens == computed
+
+
+def test_identical_short_prompts_are_sent_once() -> None:
+    """The sequences of one request share its prompt, however short."""
+    world = World.make(24)
+    prompt = prompt_of(12)
+    attempts = [world.request(prompt, name=str(i)) for i in range(4)]
+    finish(world)
+    for attempt in attempts:
+        assert world.answer(attempt) == expected_answer(prompt, 8)
+    assert world.worker("prefill-0").scheduler.prefill.written_pages == 12
+    assert world.worker("prefill-0").scheduler.prefill.computed_tokens == 12 + 3
