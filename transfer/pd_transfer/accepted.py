@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from pd_transfer.enums import nixl_xfer_op_t
-from pd_transfer.errors import nixlBackendError, nixlNotAllowedError, nixlNotFoundError
+from pd_transfer.errors import (
+    nixlBackendError,
+    nixlNotAllowedError,
+    nixlNotFoundError,
+    nixlRemoteDisconnectError,
+)
 from pd_transfer.handshake import Transport, best_transport, nonce
 from pd_transfer.link import Endpoint, Link
 from pd_transfer.messages import (
@@ -64,7 +69,7 @@ class AcceptedLink(Link):
     def _disconnected(self, reason: str) -> None:
         if not self.open:
             logger.info("a connection to agent %r ended: %s", self.owner.state.name, reason)
-        self.owner.lost(self, nixlBackendError(reason))
+        self.owner.lost(self, nixlRemoteDisconnectError(f"{self.peer!r}: {reason}"))
 
     # The handshake.
 

@@ -18,7 +18,7 @@ from typing import Final
 logger: Final = logging.getLogger("pd_transfer")
 
 _STOP, _CONTINUE = 0, 1
-_FATAL: Final = 0
+_ERROR: Final = 1  # 0 is FATAL
 
 # ucs_log_func_t: file, line, function, level, component, format, va_list (passed by reference).
 _Handler: Final = ctypes.CFUNCTYPE(
@@ -33,12 +33,19 @@ _Handler: Final = ctypes.CFUNCTYPE(
 )
 
 
+_libc: Final = ctypes.CDLL(None)
+
+
 def _handle(
     file: bytes, line: int, function: bytes, level: int, component: int, text: bytes, args: int
 ) -> int:
-    if level != _FATAL:
+    if level > _ERROR:
         return _CONTINUE
-    logger.warning("UCX: %s failed (%s:%d), a peer has probably died", function, file, line)
+    # Errors come from peers' deaths and are told by exceptions, so they need not fill stdout,
+    # where UCX would write them.
+    message = ctypes.create_string_buffer(512)
+    _libc.vsnprintf(message, ctypes.c_size_t(len(message)), text, ctypes.c_void_p(args))
+    logger.info("UCX: %s", message.value.decode(errors="replace"))
     return _STOP
 
 
