@@ -1,16 +1,27 @@
-"""What a prefix cache tells an index of who holds what.
+"""What a prefix cache tells others of what it holds.
 
-Pages name positions in the tree: while a page is stored it stands for one prefix, whatever splits
-happen, so the index needs to know nothing of nodes.
+Within a worker, events name pages: while a page is stored it stands for one prefix, whatever splits
+happen (`PagesStored`, `PagesRemoved`, `PagesCleared`). To others, events name blocks of tokens by
+chained hashes (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`): names, fields and msgpack
+encoding are those of vLLM and SGLang, so that what indexes them can index us.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from pd_cluster.cache.node import Tokens
 from pd_cluster.cache.page_pool import Pages
+from pd_cluster.errors import WireError
+
+# Where a block lies, as vLLM and those who index it say it; GPU is the worker's KV memory, also
+# where that is a CPU's.
+MEDIUM_DEVICE = "GPU"
+MEDIUM_HOST = "CPU"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,3 +50,70 @@ class PagesCleared:
 
 
 CacheEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Consecutive blocks of `block_size` tokens were cached after the block `parent_block_hash`.
+
+    `extra_keys` names the namespace of each block, or is None where there is none. The fields after
+    it are others' for models that we do not serve.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nothing is cached any more, on any medium."""
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """What is published over ZMQ. `ts` is seconds since the epoch."""
+
+    ts: float
+    events: list[KvEvent]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_batch_decoder = msgspec.msgpack.Decoder(KvEventBatch)
+_decoder = msgspec.msgpack.Decoder(list[KvEvent])
+
+
+def encode_events(events: Sequence[KvEvent]) -> bytes:
+    """msgpack, for messages between our own processes."""
+    return _encoder.encode(list(events))
+
+
+def decode_events(data: bytes) -> list[KvEvent]:
+    """Raises WireError where `data` is not a list of events."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not KV events of this version: {error}") from error
+
+
+def encode_batch(batch: KvEventBatch) -> bytes:
+    return _encoder.encode(batch)
+
+
+def decode_batch(data: bytes) -> KvEventBatch:
+    """Raises WireError where `data` is not a batch of events."""
+    try:
+        return _batch_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a batch of KV events of this version: {error}") from error
