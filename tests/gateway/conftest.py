@@ -102,6 +102,7 @@ class FakeCluster:
         self.place_gate: asyncio.Event | None = None
         self.not_ready: str | None = None
         self.placed: list[PlaceRequest] = []
+        self.forgotten: list[AttemptId] = []
         self.started: list[StartAttempt] = []
         self.cancelled: list[AttemptId] = []
         self.ended: list[AttemptEnded] = []
@@ -129,7 +130,11 @@ class FakeCluster:
     async def place(self, request: PlaceRequest) -> Placement | Rejection:
         self.placed.append(request)
         if self.place_gate is not None:
-            await self.place_gate.wait()
+            try:
+                await self.place_gate.wait()
+            except asyncio.CancelledError:
+                self.forgotten.append(request.attempt)
+                raise
         if self.place_answers:
             answer = self.place_answers.pop(0)
             if isinstance(answer, Exception):

@@ -44,6 +44,19 @@ async def test_a_request(client, cluster):
         assert found[name] == value, name
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+    ],
+)
+async def test_each_route_times_its_tokenisation(client, path, body):
+    await client.post(path, json=body)
+    found = await scrape(client)
+    assert found['pd_request_stage_seconds_count{model="tiny",stage="tokenize"}'] == 1
+
+
 async def test_ttft_starts_at_arrival_before_tokenisation(client, cluster, tokenizer, monkeypatch):
     encode, generate = tokenizer.encode, cluster.generate
     tokenised: list[float] = []

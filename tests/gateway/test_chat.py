@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
-from pd_cluster.types import unpack_ints
+from pd_cluster.types import Output, Sources, WorkerId, unpack_ints
 
 pytestmark = pytest.mark.anyio
 HELLO = "Hello, wörld 🌍!"
@@ -126,3 +127,25 @@ async def test_the_prompt_is_the_templates(client, cluster, tokenizer):
         "<|im_start|>system\nBe <|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_worker_lost_after_the_end_of_sequence(call, cluster, wait_until, ignore_eos):
+    """The client has all of it, unless it wants to read on."""
+    cluster.manual = True
+    running = call("/v1/chat/completions", {**ASK, "ignore_eos": ignore_eos})
+    await wait_until(lambda: len(cluster.started) == 1)
+    attempt = cluster.started[0].attempt
+    sources = Sources(computed=cluster.started[0].prompt_len)
+    cluster.deliver(Output(attempt=attempt, tokens=(39, 257), sources=sources))
+    cluster.driver.worker_lost(WorkerId("decode-0", "a"))
+    if ignore_eos:
+        await wait_until(lambda: len(cluster.started) == 2)
+        running.hang_up()
+    else:
+        await running.next()
+        answer = json.loads((await running.next())["body"])
+        assert answer["choices"][0]["message"]["content"] == "H"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert len(cluster.placed) == 1
+    await running.task

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -151,8 +153,7 @@ async def test_leaving_while_placing_withdraws_case_2(cluster, ask, wait_until):
         await wait_until(lambda: bool(cluster.placed))
         assert cluster.driver.count_waiting() == 1
     assert outcomes(cluster) == [(1, "aborted")]
-    cluster.place_gate.set()
-    await asyncio.sleep(0)
+    await wait_until(lambda: cluster.forgotten == [AttemptId("r", 1)])
     assert cluster.started == []
     assert cluster.idle
 
@@ -224,6 +225,19 @@ async def test_close_answers_everybody(cluster, ask, wait_until):
     assert all(isinstance(each, Unavailable) for each in results)
     assert {str(each) for each in results} == {"the gateway is shutting down"}
     assert cluster.idle
+
+
+async def test_a_request_that_is_over_is_forgotten(cluster, ask):
+    """Not kept until its deadline, ten minutes away."""
+    generation = cluster.generate(ask())
+    async with generation:
+        async for _ in generation:
+            pass
+    forgotten = weakref.ref(generation)
+    del generation
+    await asyncio.sleep(0)
+    gc.collect()
+    assert forgotten() is None
 
 
 async def test_late_outputs_of_unknown_requests_are_dropped(cluster, ask):
