@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from pd_cluster.cache.block_hash import (
     namespace_hash,
 )
 from pd_cluster.cache.events import (
+    MEDIUM_DEVICE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -25,7 +26,6 @@ from pd_cluster.cache.events import (
 )
 from pd_cluster.cache.node import Tokens
 from pd_cluster.cache.page_pool import Pages
-from pd_cluster.cache.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,11 @@ class BlockLog:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, block_size: int = BLOCK_TOKENS, medium: str = ""
+        self,
+        num_pages: int,
+        page_size: int,
+        block_size: int = BLOCK_TOKENS,
+        medium: str = MEDIUM_DEVICE,
     ) -> None:
         if block_size < 1 or (block_size % page_size and page_size % block_size):
             raise ValueError(
@@ -56,7 +60,7 @@ class BlockLog:
             )
         self.page_size = page_size
         self.block_size = block_size
-        self.medium = medium or None
+        self.medium = medium
         self._end = np.zeros(num_pages, np.int64)  # length of the prefix that a page ends
         self._above = np.full(num_pages, -1, np.int32)  # the page before it; -1: none
         self._tokens = np.zeros((num_pages, page_size), np.int32)
@@ -152,40 +156,31 @@ class BlockLog:
 
 
 class EventStream:
-    """The events of one worker process, numbered from 0: of its caches by medium.
+    """The events of one worker process, numbered from 0: of its caches, by medium."""
 
-    The caches must record events, and be used by no one else's `take_events`.
-    """
-
-    def __init__(self, caches: Mapping[str, PrefixCache], block_size: int = BLOCK_TOKENS) -> None:
-        self._sources = [
-            (cache, BlockLog(cache.pool.num_pages, cache.page_size, block_size, medium))
-            for medium, cache in caches.items()
-        ]
+    def __init__(self, logs: Sequence[BlockLog]) -> None:
+        self._logs = {log.medium: log for log in logs}
         self.next_seq = 0
 
-    def take(self) -> tuple[int, list[KvEvent]]:
-        """The number of the first event since the last call, and these events, in order."""
+    def apply(self, medium: str, events: Sequence[CacheEvent]) -> tuple[int, list[KvEvent]]:
+        """What a cache's events mean in blocks, in order, and the number of the first."""
         first = self.next_seq
-        events: list[KvEvent] = []
-        for cache, log in self._sources:
-            for event in cache.take_events():
-                blocks = log.apply(event)
-                if isinstance(blocks, AllBlocksCleared) and len(self._sources) > 1:
-                    # For all media: what the others hold is said again.
-                    events.append(blocks)
-                    for _, other in self._sources:
-                        events += other.snapshot()
-                elif blocks is not None:
-                    events.append(blocks)
-        self.next_seq += len(events)
-        return first, events
+        out: list[KvEvent] = []
+        for event in events:
+            blocks = self._logs[medium].apply(event)
+            if blocks is None:
+                continue
+            out.append(blocks)
+            if isinstance(blocks, AllBlocksCleared):
+                # That means all media: what others hold is said again.
+                out += [block for log in self._logs.values() for block in log.snapshot()]
+        self.next_seq += len(out)
+        return first, out
 
     def snapshot(self) -> tuple[int, list[KvEvent]]:
         """The number of the next event, and events that tell all that is cached before it.
 
-        The first of them clears what the receiver believed. Events not yet taken are left out, and
-        come with the next `take`.
+        The first of them clears what the receiver believed.
         """
-        held = [event for _, log in self._sources for event in log.snapshot()]
+        held = [event for log in self._logs.values() for event in log.snapshot()]
         return self.next_seq, [AllBlocksCleared(), *held]

@@ -17,6 +17,7 @@ import msgspec
 from pd_cluster.cache.node import Tokens
 from pd_cluster.cache.page_pool import Pages
 from pd_cluster.errors import WireError
+from pd_cluster.types import pack_ints, unpack_ints
 
 # Where a block lies, as vLLM and those who index it say it; GPU is the worker's KV memory, also
 # where that is a CPU's.
@@ -50,6 +51,21 @@ class PagesCleared:
 
 
 CacheEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
+    namespace: str | None
+    parent: int | None
+    tokens: bytes
+    pages: bytes
+
+
+class _Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
+    pages: bytes
+
+
+class _Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
+    pass
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,8 +106,43 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_page_decoder = msgspec.msgpack.Decoder(list[_Stored | _Removed | _Cleared])
 _batch_decoder = msgspec.msgpack.Decoder(KvEventBatch)
 _decoder = msgspec.msgpack.Decoder(list[KvEvent])
+
+
+def encode_page_events(events: Sequence[CacheEvent]) -> bytes:
+    """msgpack, arrays as int32 little-endian: for messages between our own processes."""
+    wire: list[_Stored | _Removed | _Cleared] = []
+    for event in events:
+        match event:
+            case PagesStored():
+                tokens, pages = pack_ints(event.tokens), pack_ints(event.pages)
+                wire.append(_Stored(event.namespace, event.parent, tokens, pages))
+            case PagesRemoved():
+                wire.append(_Removed(pack_ints(event.pages)))
+            case PagesCleared():
+                wire.append(_Cleared())
+    return _encoder.encode(wire)
+
+
+def decode_page_events(data: bytes) -> list[CacheEvent]:
+    """Raises WireError where `data` is not a list of page events."""
+    try:
+        wire = _page_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not page events of this version: {error}") from error
+    events: list[CacheEvent] = []
+    for event in wire:
+        match event:
+            case _Stored():
+                tokens, pages = unpack_ints(event.tokens), unpack_ints(event.pages)
+                events.append(PagesStored(event.namespace, event.parent, tokens, pages))
+            case _Removed():
+                events.append(PagesRemoved(unpack_ints(event.pages)))
+            case _Cleared():
+                events.append(PagesCleared())
+    return events
 
 
 def encode_events(events: Sequence[KvEvent]) -> bytes:

@@ -14,12 +14,15 @@ from pd_cluster.cache.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheEvent,
     KvEvent,
     KvEventBatch,
     decode_batch,
     decode_events,
+    decode_page_events,
     encode_batch,
     encode_events,
+    encode_page_events,
 )
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.node import Tokens
@@ -39,6 +42,15 @@ def run(cache: PrefixCache, tokens: Tokens, now: float, namespace: str | None = 
     own = cache.allocate(-(-tokens.size // cache.page_size) - match.pages.size, now)
     table = np.concatenate([match.pages, own])
     cache.finish(tokens, table, match.node, namespace, now=now)
+
+
+def log_of(cache: PrefixCache, block: int, medium: str = "GPU") -> BlockLog:
+    return BlockLog(cache.pool.num_pages, cache.page_size, block, medium)
+
+
+def carried(events: list[CacheEvent]) -> list[CacheEvent]:
+    """As they arrive in another process."""
+    return decode_page_events(encode_page_events(events))
 
 
 class Subscriber:
@@ -86,7 +98,7 @@ def held(cache: PrefixCache, block: int) -> set[int]:
 def test_a_subscriber_holds_what_the_cache_holds(page_size: int, block: int) -> None:
     rng = random.Random(page_size * 100 + block)
     cache = make_cache(960 // page_size, page_size)
-    stream, subscriber = EventStream({"GPU": cache}, block), Subscriber()
+    stream, subscriber = EventStream([log_of(cache, block)]), Subscriber()
     seq = 0
     for now in range(300):
         kind = rng.randrange(12)
@@ -97,7 +109,7 @@ def test_a_subscriber_holds_what_the_cache_holds(page_size: int, block: int) -> 
             tokens = np.repeat([rng.randrange(2) for _ in range(40)], rng.choice([1, 3, 16]))
             tokens = tokens[: rng.randrange(1, tokens.size)].astype(np.int32)
             run(cache, tokens, float(now), rng.choice([None, None, "tenant"]))
-        first, events = stream.take()
+        first, events = stream.apply("GPU", carried(cache.take_events()))
         assert first == seq
         seq += len(events)
         subscriber.apply(events)
@@ -111,10 +123,10 @@ def test_a_subscriber_holds_what_the_cache_holds(page_size: int, block: int) -> 
 
 def test_a_snapshot_clears_what_the_receiver_believed() -> None:
     cache = make_cache(64, 1)
-    stream, subscriber = EventStream({"GPU": cache}, 4), Subscriber()
+    stream, subscriber = EventStream([log_of(cache, 4)]), Subscriber()
     run(cache, np.arange(8, dtype=np.int32), 0.0)
     subscriber.held = {99: None}
-    stream.take()
+    stream.apply("GPU", carried(cache.take_events()))
     subscriber.apply(stream.snapshot()[1])
     assert set(subscriber.held) == set(prefix_hashes(np.arange(8, dtype=np.int32), None, 4))
 
@@ -133,12 +145,12 @@ def test_names_are_chained_and_their_own_in_each_namespace() -> None:
 def test_what_is_published_reads_as_vllms_events_do() -> None:
     """Arrays by position, with the type's name first: of a batch ts and events."""
     cache = make_cache(64, 1)
-    stream = EventStream({"GPU": cache}, 4)
+    stream = EventStream([log_of(cache, 4)])
     run(cache, np.arange(9, dtype=np.int32), 0.0)
     run(cache, np.arange(4, dtype=np.int32), 1.0, "salt")
     cache.evict(1, 2.0)
     cache.reset()
-    events = stream.take()[1]
+    events = stream.apply("GPU", carried(cache.take_events()))[1]
     raw = msgspec.msgpack.decode(encode_batch(KvEventBatch(1.5, events)))
     names = prefix_hashes(np.arange(8, dtype=np.int32), None, 4)
     salted = prefix_hashes(np.arange(4, dtype=np.int32), "salt", 4)
@@ -157,11 +169,11 @@ def test_what_is_published_reads_as_vllms_events_do() -> None:
 
 def test_a_block_is_chained_to_the_block_above_it() -> None:
     cache = make_cache(64, 1)
-    stream = EventStream({"GPU": cache}, 4)
+    stream = EventStream([log_of(cache, 4)])
     tokens = np.arange(14, dtype=np.int32)
     run(cache, tokens[:6], 0.0)
     run(cache, tokens, 1.0)
-    first, second = stream.take()[1]
+    first, second = stream.apply("GPU", carried(cache.take_events()))[1]
     names = prefix_hashes(tokens, None, 4)
     assert isinstance(first, BlockStored)
     assert isinstance(second, BlockStored)
@@ -172,12 +184,14 @@ def test_a_block_is_chained_to_the_block_above_it() -> None:
 
 def test_clearing_one_medium_leaves_the_others() -> None:
     device, host = make_cache(64, 1), make_cache(64, 1)
-    stream, subscriber = EventStream({"GPU": device, "CPU": host}, 4), Subscriber()
+    stream = EventStream([log_of(device, 4), log_of(host, 4, "CPU")])
+    subscriber = Subscriber()
     run(host, np.arange(8, dtype=np.int32), 0.0)
     run(device, np.arange(100, 108, dtype=np.int32), 0.0)
-    subscriber.apply(stream.take()[1])
+    subscriber.apply(stream.apply("GPU", device.take_events())[1])
+    subscriber.apply(stream.apply("CPU", host.take_events())[1])
     device.reset()
-    subscriber.apply(stream.take()[1])
+    subscriber.apply(stream.apply("GPU", device.take_events())[1])
     assert set(subscriber.held) == held(host, 4)
 
 
@@ -192,3 +206,5 @@ def test_garbage_is_no_event() -> None:
             decode_events(data)
         with pytest.raises(WireError):
             decode_batch(data)
+        with pytest.raises(WireError):
+            decode_page_events(data)
