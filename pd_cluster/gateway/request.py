@@ -212,6 +212,7 @@ class RequestState(Tracked[State]):
             prompt_len=len(self.prompt),
             params=self.params,
             timeout_s=max(0.0, self._deadline - now),
+            route=placement.route,
             namespace=self._namespace,
         )
         return [Submit(placement.decode, message)]

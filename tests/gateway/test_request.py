@@ -85,7 +85,8 @@ def attempt(number: int) -> AttemptId:
 
 
 def placed(number: int, decode: WorkerId = DECODE) -> Placed:
-    return Placed(Placement(attempt=attempt(number), prefill=PREFILL, decode=decode))
+    placement = Placement(attempt=attempt(number), prefill=PREFILL, decode=decode, route="local")
+    return Placed(placement)
 
 
 def rejected(number: int, status: int = 503, retry_after_s: float | None = 2.0) -> Rejected:
@@ -143,6 +144,7 @@ def test_a_plain_request():
     start = submit.message
     assert unpack_ints(start.tokens).tolist() == list(PROMPT)
     assert (start.prompt_len, start.timeout_s, start.namespace) == (4, 89.0, "tenant")
+    assert start.route == "local"
     assert start.params == state.params
     assert run(state, output(1, 20, sources=SOURCES)) == [Emit((20,))]
     finished = output(1, 21, END, outcome="finished", finish_reason="stop")
