@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -92,7 +91,7 @@ class RegionTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
-        self._uses: Counter[int] = Counter()
+        self._uses: dict[int, int] = {}
         self._ids = itertools.count(1)
 
     def snapshot(self) -> list[Region]:
@@ -124,11 +123,12 @@ class RegionTable:
                 if not candidates:
                     raise nixlNotFoundError(f"{length} bytes at {address:#x} are not registered")
                 leaving.append(candidates.pop())
-            busy = sum(self._uses[id] for id in leaving)
+            busy = sum(self._uses.get(id, 0) for id in leaving)
             if busy:
                 raise nixlNotAllowedError(f"{busy} transfers still use this memory")
             for id in leaving:
                 del self._regions[id]
+                self._uses.pop(id, None)
 
     def locate(self, kind: nixl_mem_t, rows: Rows) -> RegionIds:
         return locate(self.snapshot(), kind, rows)
@@ -143,7 +143,8 @@ class RegionTable:
         with self._lock:
             if not self._regions.keys() >= set(ids):
                 raise nixlNotFoundError("the memory has been deregistered since")
-            self._uses.update(ids)
+            for id in ids:
+                self._uses[id] = self._uses.get(id, 0) + 1
 
     def admit(self, ids: Iterable[int], addresses: Vector, lengths: Vector) -> None:
         """Hold exactly these regions for a peer's transfer of (R,) uint64 pieces inside them.
@@ -163,5 +164,5 @@ class RegionTable:
 
     def release(self, ids: Iterable[int]) -> None:
         with self._lock:
-            self._uses.subtract(ids)
-            self._uses = +self._uses
+            for id in ids:
+                self._uses[id] -= 1

@@ -87,6 +87,8 @@ def plan(lengths: Vector) -> list[Message]:
     messages: list[Message] = []
     if not len(lengths):
         return messages
+    if len(lengths) == 1 and lengths[0] <= PACKED_RUN:  # a page alone: its latency counts
+        return [Message(0, 1, 0, int(lengths[0]))]
     short = lengths <= PACKED_RUN
     edges = np.flatnonzero(np.concatenate(([True], short[1:] != short[:-1], [True])))
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):

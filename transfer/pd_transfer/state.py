@@ -114,20 +114,20 @@ class State:
         self.regions.release(transfer.local_regions)
         if error is None:
             done = "read" if transfer.operation == nixl_xfer_op_t.NIXL_READ else "written"
-            self._count_data(done, transfer.runs.nbytes, transfer.descriptors, transfer.runs)
-            self.count(transfers_done=1, notifications_sent=transfer.notification is not None)
+            changes = _data(done, transfer.runs, transfer.descriptors)
+            changes |= {"transfers_done": 1, "notifications_sent": int(bool(transfer.notification))}
         elif isinstance(error, nixlCancelledError):
-            self.count(transfers_aborted=1)
+            changes = {"transfers_aborted": 1}
         else:
-            self.count(transfers_failed=1)
-        self.count(transfers_active=-1)
+            changes = {"transfers_failed": 1}
+        self.count(transfers_active=-1, **changes)
         transfer.error = error
         transfer.ended = True
         self._emit(Event("transfer", transfer.peer, transfer.handle))
 
     def served(self, operation: nixl_xfer_op_t, runs: Runs, descriptors: int) -> None:
         done = "served" if operation == nixl_xfer_op_t.NIXL_READ else "received"
-        self._count_data(done, runs.nbytes, descriptors, runs)
+        self.count(**_data(done, runs, descriptors))
 
     def lost(self, peer: str, generation: bytes) -> None:
         """The peer is dead and nothing from it can land any more."""
@@ -154,15 +154,6 @@ class State:
         with self.lock:
             return Statistics(**self._counts)
 
-    def _count_data(self, done: str, nbytes: int, descriptors: int, runs: Runs) -> None:
-        self.count(
-            **{
-                f"bytes_{done}": nbytes,
-                f"descriptors_{done}": descriptors,
-                f"runs_{done}": len(runs.lengths),
-            }
-        )
-
     def _emit(self, event: Event) -> None:
         callback = self.callback
         if callback is None:
@@ -172,6 +163,14 @@ class State:
         except Exception:
             # The application's mistake must not end the thread that moves everybody's data.
             logger.exception("the event callback of agent %r failed", self.name)
+
+
+def _data(done: str, runs: Runs, descriptors: int) -> dict[str, int]:
+    return {
+        f"bytes_{done}": runs.nbytes,
+        f"descriptors_{done}": descriptors,
+        f"runs_{done}": len(runs.lengths),
+    }
 
 
 class Backend(ABC):
