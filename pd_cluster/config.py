@@ -69,6 +69,9 @@ class Config(_Section):
         ge=1,
         description="prompt tokens that decode computes beside a step of running sequences",
     )
+    placement: Literal[
+        "cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"
+    ] = "least_loaded"
     max_running_requests: int = Field(64, ge=1, description="sequences of a decode worker")
     max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
     max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")

@@ -111,6 +111,11 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     resumed: bool = False
     # Decode workers that have just refused or lost this request.
     avoid: tuple[WorkerId, ...] = ()
+    # `block_hashes` of the prompt, uint64 little-endian: what placement knows of its content.
+    blocks: bytes = b""
+    # Whose request it is, for fairness and limits; and a hint which requests belong together.
+    tenant: str = ""
+    routing_key: str = ""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -155,6 +160,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     running: int
     waiting: int
     attempts: tuple[AttemptId, ...] = ()
+    routes: tuple[Route, ...] = ("remote",)
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,19 +1,33 @@
 """What the coordinator knows and decides, pure: who is there, who waits, who serves what.
 
-    PlaceRequest ──► waiting (first come, first served; resumed first) ──► placed ──► ended
-                        │ no room in the queue: 429     │ out of time: 504    │ lease unclaimed
+    PlaceRequest ──► waiting, in the order of the schedule policy ──► placed (a lease) ──► ended
+                        │ never fits: 400   │ no room in the queue: 429   │ lease unclaimed
+                        │ nobody there: 503 │ out of time: 504
 
 Load is counted when an attempt is placed, not when its worker reports it, so that a burst spreads.
-A placement is a lease: if no report of its decode worker names it within `lease_s`, it is taken
-back.
+A request is bound late: it stays in the queue until the worker that is best for it is about to be
+free, and by then another may be better. A placement is a lease: if no report of its decode worker
+names it within `lease_s`, it is taken back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pd_cluster.config import Config
+from pd_cluster.coordinator.admission import NewTokenRatio
+from pd_cluster.coordinator.costs import Measured, Rates
+from pd_cluster.coordinator.explain import Explanations
+from pd_cluster.coordinator.index import KvUpdate
+from pd_cluster.coordinator.placement import Ask, Choice, Later, RouteLimits, make_placement_policy
+from pd_cluster.coordinator.prefix_hash import unpack_hashes
+from pd_cluster.coordinator.queue import MAX_COMPARED, Queue, Waiting, expired, make_queue_policy
+from pd_cluster.coordinator.settings import Scheduling
+from pd_cluster.coordinator.workers import EXPECTED_GRACE_S, Lease, Workers, WorkerState
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -29,32 +43,6 @@ from pd_cluster.types import (
 RETRY_AFTER_S = 1.0
 
 
-@dataclass(slots=True)
-class WorkerState:
-    """A worker as last reported, and what was placed on it since."""
-
-    report: WorkerReport
-    seen: float
-    placed: set[AttemptId] = field(default_factory=set)
-    tokens: int = 0  # prompt tokens of what is placed on it
-    # A decode worker that refused for lack of pages gets nothing until its next report.
-    full: bool = False
-    last_placement: int = 0
-    draining: bool = False
-
-    @property
-    def id(self) -> WorkerId:
-        return self.report.worker
-
-
-@dataclass(slots=True)
-class Lease:
-    request: PlaceRequest
-    placement: Placement
-    placed: float
-    claimed: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Reply to a PlaceRequest."""
@@ -68,6 +56,7 @@ class CoordinatorStatistics:
     """Counters since the start."""
 
     placements: int = 0
+    routes: dict[str, int] = field(default_factory=dict)
     rejections: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     leases_expired: int = 0
@@ -76,15 +65,37 @@ class CoordinatorStatistics:
 class CoordinatorState:
     """Events change it through one method each; all times are seconds of one clock."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, scheduling: Scheduling | None = None) -> None:
+        self.scheduling = scheduling or Scheduling(placement=config.placement)
         self.max_queued = config.max_queued_requests
         self.max_running = config.max_running_requests
         self.lease_s = config.timeouts.lease_s
         self.worker_timeout_s = 20 * config.timeouts.heartbeat_s
-        self.workers: dict[str, WorkerState] = {}
-        self.waiting: OrderedDict[AttemptId, tuple[PlaceRequest, float]] = OrderedDict()
+        self.cluster = Workers(config.page_size)
+        self.queue = Queue(make_queue_policy(self.scheduling.schedule_policy, self.scheduling.seed))
         self.leases: dict[AttemptId, Lease] = {}
+        self.rates = Rates(self.scheduling.priors)
+        self.ratio = NewTokenRatio(self.scheduling.schedule_conservativeness)
         self.statistics = CoordinatorStatistics()
+        self.explanations = Explanations()
+        # When to call `tick` at the latest, because a worker will then be about to be free.
+        self.wake_at = float("inf")
+        settings = self.scheduling
+        self._policy = make_placement_policy(
+            settings.placement, self.rates, settings.weights, settings.seed
+        )
+        self._expected: list[tuple[float, AttemptId]] = []
+        self._work_by_tenant: Counter[str] = Counter()
+        self._running_by_tenant: Counter[str] = Counter()
+        self._running_by_key: Counter[str] = Counter()
+
+    @property
+    def workers(self) -> dict[str, WorkerState]:
+        return self.cluster.by_name
+
+    @property
+    def waiting(self) -> OrderedDict[AttemptId, Waiting]:
+        return self.queue.entries
 
     # --- workers ---
 
@@ -92,23 +103,37 @@ class CoordinatorState:
         """A heartbeat. A new incarnation takes the place of the old one."""
         known = self.workers.get(report.worker.name)
         if known is None or known.id != report.worker:
-            difference = self._difference(report)
+            difference = self.cluster.differences(report)
             if difference:
                 return ReportReply(error=difference), []
             if known is not None:
-                self._forget(known)
-            known = self.workers[report.worker.name] = WorkerState(report, now)
-            known.tokens = 0
-        known.report, known.seen, known.full = report, now, False
+                self._forget(known, now)
+            known = self.cluster.join(report, now)
+            self._policy.limits = self._limits()
+        known.report, known.seen = report, now
+        fleet = self.cluster.fleet(report.role)
+        fleet.available[known.slot] = report.available
         if report.role == "decode":
+            fleet.full[known.slot] = False
             self._reconcile(known, now)
+        else:
+            self._correct_backlog(known, now)
         return ReportReply(), self._place(now)
 
+    def kv_events(self, update: KvUpdate, now: float) -> bool:
+        """What changed in a worker's cache; False asks it for a snapshot."""
+        known = self.cluster.find(update.worker)
+        return known is None or self.cluster.fleet(known.report.role).index.apply(update)
+
+    def measured(self, worker: WorkerId, measured: Iterable[Measured]) -> None:
+        """How long a worker's steps and transfers took."""
+        for each in measured:
+            self.rates.observe(worker, each)
+
     def worker_lost(self, worker: WorkerId, now: float) -> list[Answer]:
-        known = self.workers.get(worker.name)
-        if known is not None and known.id == worker:
-            self._forget(known)
-            del self.workers[worker.name]
+        known = self.cluster.find(worker)
+        if known is not None:
+            self._forget(known, now)
         return self._place(now)
 
     # --- attempts ---
@@ -118,149 +143,274 @@ class CoordinatorState:
         lease = self.leases.get(request.attempt)
         if lease is not None:
             return [Answer(request.attempt, lease.placement)]
-        if request.attempt in self.waiting:
+        if request.attempt in self.queue:
             return []
-        if not self._workers("prefill") or not self._workers("decode"):
-            missing = " and no ".join(r for r in ("prefill", "decode") if not self._workers(r))
-            return [self._reject(request, 503, "no_workers", f"no {missing} worker is ready")]
-        queued = sum(not waiting.resumed for waiting, _ in self.waiting.values())
-        self.waiting[request.attempt] = (request, now + request.timeout_s)
-        if request.resumed:
-            self.waiting.move_to_end(request.attempt, last=False)
+        refused = self._never(request)
+        if refused is not None:
+            return [refused]
+        queued = self.queue.fresh
+        mine = self.queue.by_tenant[request.tenant]
+        hashes = unpack_hashes(request.blocks)
+        entry = self.queue.add(request, hashes, now)
+        if self.scheduling.schedule_policy == "lpm":
+            self._look(entry)
         answers = self._place(now)
-        if request.attempt in self.waiting and not request.resumed and queued >= self.max_queued:
-            del self.waiting[request.attempt]
+        if request.attempt not in self.queue or request.resumed:
+            return answers
+        limit = self.scheduling.max_queued_per_tenant
+        if limit is not None and mine >= limit:
+            message = f"{mine} requests of this tenant are waiting; at most {limit} may"
+            return [*answers, self._drop(entry, 429, "tenant_queue_full", message)]
+        if queued >= self.max_queued:
             message = f"{queued} requests are waiting; at most {self.max_queued} may"
-            answers.append(self._reject(request, 429, "queue_full", message))
+            answers.append(self._drop(self._least_wanted(entry), 429, "queue_full", message))
         return answers
 
     def ended(self, event: AttemptEnded, now: float) -> list[Answer]:
         """An attempt holds nothing any more, or its client no longer wants a placement."""
-        self.waiting.pop(event.attempt, None)
-        lease = self.leases.pop(event.attempt, None)
+        entry = self.queue.remove(event.attempt)
+        if entry is not None:
+            self._unpledge(entry)
+        lease = self.leases.get(event.attempt)
         if lease is None:
-            return []
+            return [] if entry is None else self._place(now)
         outcomes = self.statistics.outcomes
         outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
-        self._release(lease)
-        decode = self.workers.get(lease.placement.decode.name)
-        if decode is not None and decode.id == lease.placement.decode:
-            decode.full = event.outcome in ("refused", "retracted")
+        self._release(lease, now)
+        if self.cluster.find(lease.placement.decode) is not None:
+            full = event.outcome in ("refused", "retracted")
+            self.cluster.decode.full[lease.choice.decode] = full
+        if event.outcome == "retracted":
+            self.ratio.retracted(now)
         return self._place(now)
 
     def tick(self, now: float) -> list[Answer]:
-        """Enforces deadlines; to be called every second or so."""
+        """Enforces deadlines; to be called every second or so, and at `wake_at`."""
         answers: list[Answer] = []
-        for attempt, (request, deadline) in list(self.waiting.items()):
-            if now >= deadline:
-                del self.waiting[attempt]
-                message = f"no worker had room within {request.timeout_s:g} s"
-                answers.append(self._reject(request, 504, "queue_timeout", message))
+        for entry in expired(self.queue.entries.values(), now):
+            message = f"no worker had room within {entry.request.timeout_s:g} s"
+            answers.append(self._drop(entry, 504, "queue_timeout", message))
         for lease in [lease for lease in self.leases.values() if not lease.claimed]:
             if now - lease.placed >= self.lease_s:
-                del self.leases[lease.request.attempt]
-                self._release(lease)
+                self._release(lease, now)
                 self.statistics.leases_expired += 1
+        while self._expected and self._expected[0][0] <= now:
+            _, attempt = heapq.heappop(self._expected)
+            if attempt in self.leases:
+                self.cluster.no_longer_expected(self.leases[attempt])
         for worker in list(self.workers.values()):
             if now - worker.seen >= self.worker_timeout_s:
-                answers += self.worker_lost(worker.id, now)
+                self._forget(worker, now)
+        if self.scheduling.schedule_policy == "lpm":
+            for entry in list(self.queue.entries.values())[:MAX_COMPARED]:
+                self._look(entry)
         return answers + self._place(now)
 
+    def explain(self, attempt: AttemptId) -> dict[str, Any] | None:
+        """Why an attempt was placed where it was: each candidate's terms, in seconds."""
+        return self.explanations.get(attempt)
+
     def validate(self) -> None:
-        placed = [attempt for worker in self.workers.values() for attempt in worker.placed]
-        assert set(placed) <= set(self.leases)
-        assert not set(self.leases) & set(self.waiting)
-        for worker in self.workers.values():
-            expected = sum(self.leases[a].request.prompt_len for a in worker.placed)
-            assert worker.tokens == expected
+        assert not self.leases.keys() & self.queue.entries.keys()
+        self.cluster.validate(self.leases)
+        work = Counter[str]()
+        for lease in self.leases.values():
+            work[lease.request.tenant] += lease.request.prompt_len
+        assert work == +self._work_by_tenant
+        pledged = [0.0] * len(self.cluster.prefill)
+        for entry in self.queue.entries.values():
+            if entry.pledge is not None:
+                pledged[entry.pledge[0]] += entry.pledge[1]
+        for slot, seconds in enumerate(pledged):
+            assert abs(self.cluster.prefill.pledged[slot] - seconds) < 1e-6
 
     # --- within ---
 
-    def _workers(self, role: str) -> list[WorkerState]:
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.report.role == role and not worker.draining
-        ]
+    def _limits(self) -> RouteLimits:
+        """The routes that every worker can do, of those that are wanted."""
+        wanted = self.scheduling.limits
+        there = [set(worker.report.routes) for worker in self.workers.values()]
+        common = set.intersection(*there) if there else set()
+        return replace(
+            wanted,
+            pull=wanted.pull and "remote+pull" in common,
+            local=wanted.local and "local" in common,
+        )
 
-    def _difference(self, report: WorkerReport) -> str | None:
-        """How a new worker differs from those that are here, or None."""
-        for other in self.workers.values():
-            if other.id.name == report.worker.name:
-                continue
-            theirs = other.report.signature
-            differing = [
-                f"{key} is {report.signature.get(key)!r} here and {theirs.get(key)!r} there"
-                for key in sorted(theirs.keys() | report.signature.keys())
-                if report.signature.get(key) != theirs.get(key)
-            ]
-            if differing:
-                return f"{report.worker} does not match {other.id}: {'; '.join(differing)}"
+    def _never(self, request: PlaceRequest) -> Answer | None:
+        """A rejection for what cannot be served whatever happens, or by nobody who is here."""
+        prefill, decode = self.cluster.prefill, self.cluster.decode
+        missing = [
+            role for role, fleet in (("prefill", prefill), ("decode", decode))
+            if not fleet.ready.any()
+        ]  # fmt: skip
+        if missing:
+            message = f"no {' and no '.join(missing)} worker is ready"
+            return self._reject(request, 503, "no_workers", message)
+        demand = request.prompt_len + request.max_tokens
+        largest = int(decode.capacity[decode.ready].max())
+        if demand > largest:
+            message = (
+                f"the request needs {demand} tokens of KV ({request.prompt_len} of its prompt);"
+                f" the largest decode worker has {largest}"
+            )
+            return self._reject(request, 400, "never_fits", message)
         return None
 
     def _place(self, now: float) -> list[Answer]:
-        """Serves the queue from its head as long as there is room."""
+        """Serves the queue, in its policy's order, as long as there is room."""
         answers: list[Answer] = []
-        for attempt, (request, _) in list(self.waiting.items()):
-            prefill = self._least_loaded("prefill", request)
-            decode = self._least_loaded("decode", request)
-            if prefill is None or decode is None:
-                break
-            del self.waiting[attempt]
-            self.statistics.placements += 1
-            placement = Placement(attempt=attempt, prefill=prefill.id, decode=decode.id)
-            self.leases[attempt] = Lease(request, placement, now)
-            for worker in (prefill, decode):
-                worker.placed.add(attempt)
-                worker.tokens += request.prompt_len
-                worker.last_placement = self.statistics.placements
-            answers.append(Answer(attempt, placement))
+        self.wake_at = float("inf")
+        again = True
+        while again and len(self.queue) and self._anyone():
+            again = False
+            order, oldest_due = self.queue.order(self._work_by_tenant, self._running_by_key)
+            for entry in order:
+                if entry.not_before > now:
+                    self.wake_at = min(self.wake_at, entry.not_before)
+                    continue
+                if self._tenant_full(entry):
+                    continue
+                answer = self._try(entry, now)
+                if answer is None:
+                    break  # decode has no room for it, and nobody overtakes
+                if isinstance(answer, float):
+                    self.wake_at = min(self.wake_at, answer)
+                    continue
+                answers.append(answer)
+                if oldest_due:
+                    again = True  # its turn is over: back to the policy's order
+                    break
         return answers
 
-    def _least_loaded(self, role: str, request: PlaceRequest) -> WorkerState | None:
-        """The worker with fewest placed prompt tokens, the longest unused of equals; avoided ones
-        only if there is no other."""
-        candidates = self._workers(role)
-        if role == "decode":
-            candidates = [
-                worker
-                for worker in candidates
-                if not worker.full and len(worker.placed) < self.max_running
-            ]
-        return min(
-            candidates,
-            key=lambda worker: (
-                worker.id in request.avoid,
-                worker.tokens,
-                len(worker.placed),
-                worker.last_placement,
-            ),
-            default=None,
+    def _anyone(self) -> bool:
+        decode = self.cluster.decode
+        free = decode.ready & ~decode.full & (decode.attempts < self.max_running)
+        return bool(free.any()) and bool(self.cluster.prefill.ready.any())
+
+    def _tenant_full(self, entry: Waiting) -> bool:
+        limit = self.scheduling.max_running_per_tenant
+        return limit is not None and self._running_by_tenant[entry.request.tenant] >= limit
+
+    def _try(self, entry: Waiting, now: float) -> Answer | float | None:
+        """Places the request, or says until when it waits, or None if decode has no room."""
+        request, cluster = entry.request, self.cluster
+        eligible = cluster.has_room(request, self.ratio.at(now), self.max_running)
+        if not eligible.any():
+            return None
+        avoid = frozenset(
+            cluster.decode.slots[w] for w in request.avoid if w in cluster.decode.slots
         )
+        ask = Ask(request.prompt_len, request.max_tokens, entry.hashes, avoid, entry.pledge)
+        chosen = self._policy.choose(ask, cluster.prefill, cluster.decode, eligible, now)
+        self._unpledge(entry)
+        if isinstance(chosen, Later):
+            if chosen.until + chosen.prefill_s >= entry.deadline:
+                message = "its deadline can no longer be met"
+                return self._drop(entry, 504, "deadline", message)
+            entry.not_before = chosen.until
+            entry.pledge = (chosen.prefill, chosen.prefill_s)
+            cluster.prefill.pledged[chosen.prefill] += chosen.prefill_s
+            return chosen.until
+        return self._bind(entry, chosen, now)
+
+    def _bind(self, entry: Waiting, choice: Choice, now: float) -> Answer:
+        request, attempt = entry.request, entry.request.attempt
+        self.queue.remove(attempt)
+        self.queue.placed(entry)
+        placement = Placement(
+            attempt=attempt,
+            prefill=self.cluster.prefill.worker(choice.prefill),
+            decode=self.cluster.decode.worker(choice.decode),
+            route=choice.route,
+        )
+        lease = Lease(request, placement, choice, now, (now, now), list(entry.hashes))
+        self.leases[attempt] = lease
+        self.cluster.dispatch(lease, now)
+        heapq.heappush(self._expected, (lease.work[1] + EXPECTED_GRACE_S, attempt))
+        statistics = self.statistics
+        statistics.placements += 1
+        statistics.routes[choice.route] = statistics.routes.get(choice.route, 0) + 1
+        self._count_running(request, 1)
+        self.explanations.add(lease, now - entry.arrived, self.cluster)
+        return Answer(attempt, placement)
+
+    def _count_running(self, request: PlaceRequest, sign: int) -> None:
+        self._work_by_tenant[request.tenant] += sign * request.prompt_len
+        self._running_by_tenant[request.tenant] += sign
+        if request.routing_key:
+            self._running_by_key[request.routing_key] += sign
+        for counter, key in (
+            (self._work_by_tenant, request.tenant),
+            (self._running_by_tenant, request.tenant),
+            (self._running_by_key, request.routing_key),
+        ):
+            if not counter[key]:
+                del counter[key]
 
     def _reconcile(self, worker: WorkerState, now: float) -> None:
-        """What the worker reports is alive; what it has forgotten is over."""
+        """What the decode worker reports is alive; what it has forgotten is over."""
         reported = set(worker.report.attempts)
         for attempt in list(worker.placed):
             lease = self.leases[attempt]
             if attempt in reported:
-                lease.claimed = True
+                self.cluster.claim(lease)
             elif lease.claimed:
-                del self.leases[attempt]
-                self._release(lease)
+                self._release(lease, now)
 
-    def _release(self, lease: Lease) -> None:
-        for id_ in (lease.placement.prefill, lease.placement.decode):
-            worker = self.workers.get(id_.name)
-            if worker is not None and lease.request.attempt in worker.placed:
-                worker.placed.discard(lease.request.attempt)
-                worker.tokens -= lease.request.prompt_len
+    def _correct_backlog(self, worker: WorkerState, now: float) -> None:
+        """What the prefill worker says of its queue overrules our estimate of it."""
+        fleet, slot = self.cluster.prefill, worker.slot
+        if worker.report.waiting:
+            soonest = now + self.scheduling.weights.bind_ahead_s
+            fleet.busy_until[slot] = max(float(fleet.busy_until[slot]), soonest)
+        elif not worker.report.running:
+            # Only what is still on its way there can be left to do.
+            fresh = sum(
+                lease.choice.prefill_s
+                for lease in map(self.leases.__getitem__, worker.placed)
+                if not lease.claimed
+            )
+            fleet.busy_until[slot] = min(float(fleet.busy_until[slot]), now + fresh)
 
-    def _forget(self, worker: WorkerState) -> None:
+    def _look(self, entry: Waiting) -> None:
+        prefill = self.cluster.prefill
+        entry.matched = int(prefill.index.match(entry.hashes, len(prefill)).max(initial=0))
+
+    def _unpledge(self, entry: Waiting) -> None:
+        if entry.pledge is not None:
+            slot, seconds = entry.pledge
+            self.cluster.prefill.pledged[slot] -= seconds
+            entry.pledge = None
+
+    def _release(self, lease: Lease, now: float) -> None:
+        del self.leases[lease.request.attempt]
+        self._count_running(lease.request, -1)
+        self.cluster.release(lease, now)
+
+    def _forget(self, worker: WorkerState, now: float) -> None:
         """A worker is gone: its leases end, the gateways will ask again."""
         for attempt in list(worker.placed):
-            lease = self.leases.pop(attempt)
-            self._release(lease)
+            self._release(self.leases[attempt], now)
+        if worker.report.role == "prefill":
+            for entry in self.queue.entries.values():
+                if entry.pledge is not None and entry.pledge[0] == worker.slot:
+                    self._unpledge(entry)
+                    entry.not_before = now
+        self.cluster.leave(worker)
+        self._policy.limits = self._limits()
+
+    def _least_wanted(self, entry: Waiting) -> Waiting:
+        """Who has to go from a full queue: the newcomer, unless priorities count."""
+        if not self.scheduling.enable_priority_scheduling:
+            return entry
+        fresh = [each for each in self.queue.entries.values() if not each.request.resumed]
+        return min(fresh, key=lambda each: (each.request.priority, -each.number))
+
+    def _drop(self, entry: Waiting, status: int, reason: str, message: str) -> Answer:
+        self._unpledge(entry)
+        self.queue.remove(entry.request.attempt)
+        return self._reject(entry.request, status, reason, message)
 
     def _reject(self, request: PlaceRequest, status: int, reason: str, message: str) -> Answer:
         rejections = self.statistics.rejections

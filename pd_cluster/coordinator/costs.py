@@ -1,0 +1,175 @@
+"""How long things take, in seconds: fitted to what the workers measure, from priors onwards.
+
+    prefill   a + b n + c n (cached + n/2)           n tokens computed after `cached` others
+    decode    a + b sequences + c KV tokens          one step
+    link      latency + bytes / bandwidth            by pair of workers, where one was measured
+
+Each is linear in its coefficients and refitted by least squares of the relative error with
+exponential forgetting; the prior keeps a small weight, so that a rate is never undefined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_cluster.types import WorkerId
+
+Floats = NDArray[np.float64]
+
+# An observation's weight falls to a half after this many more.
+HALF_LIFE = 200.0
+# What the prior weighs beside an observation of 1; it is not forgotten.
+PRIOR_WEIGHT = 0.04
+
+
+class FittedTime:
+    """seconds ≈ coefficients · features, no coefficient negative."""
+
+    def __init__(self, prior: tuple[float, ...]) -> None:
+        self.prior = np.array(prior)
+        self.coefficients = self.prior.copy()
+        self._forget = 0.5 ** (1 / HALF_LIFE)
+        self._normal = np.zeros((len(prior), len(prior)))
+        self._target = np.zeros(len(prior))
+
+    def observe(self, features: tuple[float, ...], seconds: float) -> None:
+        if seconds <= 0:
+            return
+        x = np.array(features) / seconds
+        self._normal = self._normal * self._forget + np.outer(x, x)
+        self._target = self._target * self._forget + x
+        self._fit()
+
+    def _fit(self) -> None:
+        """Least squares; what would be negative is held at zero and the others fitted again."""
+        scale = self.prior
+        normal = self._normal * np.outer(scale, scale) + PRIOR_WEIGHT * np.eye(len(scale))
+        target = self._target * scale + PRIOR_WEIGHT
+        active = np.ones(len(scale), np.bool_)
+        fitted = np.zeros(len(scale))
+        while active.any():
+            fitted[:] = 0.0
+            fitted[active] = np.linalg.solve(normal[np.ix_(active, active)], target[active])
+            if (fitted >= 0).all():
+                break
+            active &= fitted > 0
+        self.coefficients = fitted * scale
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillMeasured:
+    """One step: `tokens` computed, `attended` the sum over them of how many stood before."""
+
+    tokens: int
+    attended: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeMeasured:
+    """One step of `sequences` sequences that hold `kv_tokens` together."""
+
+    sequences: int
+    kv_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """A write of `size` bytes to `peer`, from its post to its acknowledgement."""
+
+    peer: WorkerId
+    size: int
+    seconds: float
+
+
+Measured = PrefillMeasured | DecodeMeasured | LinkMeasured
+
+
+@dataclass(slots=True)
+class Priors:
+    """What to believe before anything was measured; by default a 100M model on two CPU cores."""
+
+    prefill: tuple[float, float, float] = (5e-3, 1.2e-3, 1e-7)
+    decode: tuple[float, float, float] = (20e-3, 3e-3, 1e-7)
+    link_latency_s: float = 1e-3
+    link_bytes_per_s: float = 2e9
+    kv_bytes_per_token: int = 46_080
+
+
+@dataclass(slots=True)
+class Rates:
+    """The three kinds of rates of a cluster of equal workers."""
+
+    priors: Priors = field(default_factory=Priors)
+    prefill: FittedTime = field(init=False)
+    decode: FittedTime = field(init=False)
+    bandwidth: float = field(init=False)
+    pairs: dict[WorkerId, dict[WorkerId, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prefill = FittedTime(self.priors.prefill)
+        self.decode = FittedTime(self.priors.decode)
+        self.bandwidth = self.priors.link_bytes_per_s
+
+    def observe(self, worker: WorkerId, measured: Measured) -> None:
+        match measured:
+            case PrefillMeasured():
+                features = (1.0, float(measured.tokens), measured.attended)
+                self.prefill.observe(features, measured.seconds)
+            case DecodeMeasured():
+                step = (1.0, float(measured.sequences), float(measured.kv_tokens))
+                self.decode.observe(step, measured.seconds)
+            case LinkMeasured():
+                self._observe_link(worker, measured)
+
+    @overload
+    def prefill_s(self, tokens: int, cached: int) -> float: ...
+    @overload
+    def prefill_s(
+        self, tokens: NDArray[np.int64] | Floats, cached: NDArray[np.int64] | Floats
+    ) -> Floats: ...
+
+    def prefill_s(
+        self, tokens: int | NDArray[np.int64] | Floats, cached: int | NDArray[np.int64] | Floats
+    ) -> float | Floats:
+        """Time to compute `tokens` after `cached` others."""
+        a, b, c = self.prefill.coefficients.tolist()
+        seconds: float | Floats = a + tokens * (b + c * (cached + tokens * 0.5))
+        return seconds
+
+    @overload
+    def step_s(self, sequences: int, kv_tokens: int) -> float: ...
+    @overload
+    def step_s(self, sequences: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> Floats: ...
+
+    def step_s(
+        self, sequences: int | NDArray[np.int64], kv_tokens: int | NDArray[np.int64]
+    ) -> float | Floats:
+        a, b, c = self.decode.coefficients.tolist()
+        seconds: float | Floats = a + b * sequences + c * kv_tokens
+        return seconds
+
+    def transfer_s(self, tokens: NDArray[np.int64]) -> Floats:
+        per_token = self.priors.kv_bytes_per_token / self.bandwidth
+        return np.asarray(self.priors.link_latency_s + tokens * per_token, np.float64)
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone: its links are measured anew if it comes back."""
+        self.pairs.pop(worker, None)
+        for peers in self.pairs.values():
+            peers.pop(worker, None)
+
+    def _observe_link(self, worker: WorkerId, measured: LinkMeasured) -> None:
+        seconds = measured.seconds - self.priors.link_latency_s
+        if measured.size <= 0 or seconds <= 0:
+            return
+        rate = measured.size / seconds
+        peers = self.pairs.setdefault(worker, {})
+        # Means of the time per byte, so that a slow link weighs as much as it costs.
+        peers[measured.peer] = 1 / (0.9 / peers.get(measured.peer, rate) + 0.1 / rate)
+        self.bandwidth = 1 / (0.99 / self.bandwidth + 0.01 / rate)
