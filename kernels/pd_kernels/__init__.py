@@ -17,7 +17,7 @@ from pd_kernels.rms_norm import (
     rms_norm,
     rms_norm_reference,
 )
-from pd_kernels.rope import rope, rope_cos_sin, rope_reference
+from pd_kernels.rope import rope, rope_cos_sin, rope_frequencies, rope_reference
 from pd_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "rms_norm_reference",
     "rope",
     "rope_cos_sin",
+    "rope_frequencies",
     "rope_reference",
     "silu_and_mul",
     "silu_and_mul_reference",

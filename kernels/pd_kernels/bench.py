@@ -18,7 +18,7 @@ from pd_kernels.linear import PackedLinear, linear_reference
 from pd_kernels.page_write import PAGE_WRITE
 from pd_kernels.prefill_attention import PREFILL_ATTENTION
 from pd_kernels.rms_norm import FUSED_ADD_RMS_NORM, RMS_NORM
-from pd_kernels.rope import ROPE, rope_cos_sin
+from pd_kernels.rope import ROPE, rope_cos_sin, rope_frequencies
 from pd_kernels.silu_and_mul import SILU_AND_MUL
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 576, 9, 3, 64, 1536
@@ -71,7 +71,10 @@ def _small_ops(n: int) -> Iterator[tuple[str, Callable[[], object]]]:
     weight = torch.ones(HIDDEN, dtype=_DTYPE)
     heads = torch.randn(n, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=_DTYPE)
     q, k, v = heads[:, :HEADS], heads[:, HEADS:-KV_HEADS], heads[:, -KV_HEADS:]
-    table, positions = rope_cos_sin(HEAD_DIM, 8192, 1e5), torch.randint(8192, (n,))
+    table, positions = (
+        rope_cos_sin(rope_frequencies(HEAD_DIM, 1e5), 8192),
+        torch.randint(8192, (n,)),
+    )
     gates = torch.randn(n, 2 * INTERMEDIATE, dtype=_DTYPE)
     pool = torch.zeros(4096, _POOL_LAYERS, 2, 1, KV_HEADS, HEAD_DIM, dtype=_DTYPE)
     slots = torch.randperm(4096)[:n]

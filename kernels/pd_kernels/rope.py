@@ -13,16 +13,21 @@ from pd_kernels.registry import Op
 _Rope = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
-def rope_cos_sin(head_dim: int, max_positions: int, theta: float) -> Tensor:
-    """The table for `rope`: [max_positions, head_dim] float32, cosines in the first half, sines in
-    the second.
+def rope_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Radians per position of each pair of dimensions, [head_dim / 2] float32.
 
     Raises ValueError for an odd `head_dim`.
     """
     if head_dim % 2:
         raise ValueError(f"rope needs an even head_dim, got {head_dim}")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
+    return 1.0 / (theta**exponents)
+
+
+def rope_cos_sin(frequencies: Tensor, max_positions: int) -> Tensor:
+    """The table for `rope`: [max_positions, 2 * len(frequencies)] float32, cosines in the first
+    half, sines in the second. `frequencies` are `rope_frequencies`, or scaled ones.
+    """
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model.rope_scaling import Rope, parse_rope
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+# Llama's decoder and its relatives, which differ in biases, norms and windows.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer; counts are per layer, lengths are in tokens."""
+    """The shape of a decoder-only transformer; counts are per layer, lengths are in tokens.
+
+    `max_positions` ends at the sliding window where a layer has one: in a context that fits into
+    its window, attention is the plain one. `qk_norm` is a norm of every head of q and k.
+    """
 
     architecture: str
     num_layers: int
@@ -26,8 +32,12 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_positions: int
-    rope_theta: float
+    rope: Rope
     rms_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -63,9 +73,13 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
     _refuse_features(data, source)
     hidden_size = _count(data, "hidden_size", source)
     num_heads = _count(data, "num_attention_heads", source)
+    llama, qwen2, qwen3 = (
+        architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")
+    )
     num_kv_heads = (
         num_heads
-        if data.get("num_key_value_heads") is None
+        # Older Llamas; elsewhere transformers' default is another one, so that none is taken here.
+        if llama and data.get("num_key_value_heads") is None
         else _count(data, "num_key_value_heads", source)
     )
     if num_heads % num_kv_heads:
@@ -73,7 +87,7 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
             f"{source}: num_attention_heads ({num_heads}) must be a multiple of "
             f"num_key_value_heads ({num_kv_heads})"
         )
-    if data.get("head_dim") is not None:
+    if qwen3 or data.get("head_dim") is not None:
         head_dim = _count(data, "head_dim", source)
     elif hidden_size % num_heads:
         raise ModelError(
@@ -83,6 +97,7 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
     else:
         head_dim = hidden_size // num_heads
     bos = _token_ids(data, "bos_token_id", source)
+    attention_bias = (llama or qwen3) and bool(data.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
         num_layers=_count(data, "num_hidden_layers", source),
@@ -92,9 +107,13 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=_count(data, "intermediate_size", source),
         vocab_size=_count(data, "vocab_size", source),
-        max_positions=_count(data, "max_position_embeddings", source),
-        rope_theta=_rope_theta(data, source),
+        max_positions=_max_positions(data, architecture, source),
+        rope=parse_rope(data, source),
         rms_norm_eps=_number(data, "rms_norm_eps", 1e-6, source),
+        qkv_bias=qwen2 or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=llama and bool(data.get("mlp_bias", False)),
+        qk_norm=qwen3,
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_token_ids(data, "eos_token_id", source),
@@ -102,27 +121,36 @@ def parse_config(data: Mapping[str, Any], source: str) -> ModelConfig:
 
 
 def _refuse_features(data: Mapping[str, Any], source: str) -> None:
-    """Raises ModelError for what a Llama config can ask for and this decoder does not compute."""
+    """Raises ModelError for what a config can ask for and this decoder does not compute."""
     if data.get("quantization_config"):
         method = data["quantization_config"].get("quant_method", "unnamed")
         raise ModelError(
             f"{source}: quantization_config ({method}) is not supported; use float weights"
         )
-    for key, allowed in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
-        if data.get(key, allowed) != allowed:
-            raise ModelError(f"{source}: {key} {data[key]!r} is not supported; use {allowed!r}")
+    if (act := data.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"{source}: hidden_act {act!r} is not supported; use 'silu'")
 
 
-def _rope_theta(data: Mapping[str, Any], source: str) -> float:
-    """transformers 5 writes `rope_parameters`, earlier ones `rope_theta` and `rope_scaling`."""
-    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; use 'default'")
-    rotated = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
-    if rotated != 1.0:
-        raise ModelError(f"{source}: partial_rotary_factor {rotated} is not supported; use 1.0")
-    return _number({**data, **rope}, "rope_theta", 10000.0, source)
+def _max_positions(data: Mapping[str, Any], architecture: str, source: str) -> int:
+    positions = _count(data, "max_position_embeddings", source)
+    window = _sliding_window(data, architecture, source)
+    return positions if window is None else min(positions, window)
+
+
+def _sliding_window(data: Mapping[str, Any], architecture: str, source: str) -> int | None:
+    """How many tokens, itself included, a token sees in some layer; None: all, in every layer."""
+    if architecture == "LlamaForCausalLM" or data.get("sliding_window", 4096) is None:
+        return None
+    if architecture != "MistralForCausalLM":
+        if not data.get("use_sliding_window", False):
+            return None
+        # Newer configs name each layer's kind, older ones how many have none.
+        kinds = data.get("layer_types")
+        if kinds is not None and "sliding_attention" not in kinds:
+            return None
+        if kinds is None and data.get("max_window_layers", 28) >= data["num_hidden_layers"]:
+            return None
+    return _count({"sliding_window": 4096, **data}, "sliding_window", source)
 
 
 def _count(data: Mapping[str, Any], key: str, source: str) -> int:

@@ -1,4 +1,4 @@
-"""The forward pass of a Llama decoder over paged KV memory."""
+"""The forward pass of a decoder of Llama's family over paged KV memory."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class KVPages(Protocol):
 class _Layer:
     input_norm: Tensor
     qkv: PackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     o: PackedLinear
     post_attention_norm: Tensor
     gate_up: PackedLinear
@@ -51,11 +53,13 @@ class _Layer:
     def pack(cls, weights: LayerWeights) -> _Layer:
         return cls(
             input_norm=weights.input_norm,
-            qkv=PackedLinear(weights.qkv),
-            o=PackedLinear(weights.o),
+            qkv=PackedLinear(weights.qkv, weights.qkv_bias),
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            o=PackedLinear(weights.o, weights.o_bias),
             post_attention_norm=weights.post_attention_norm,
-            gate_up=PackedLinear(weights.gate_up),
-            down=PackedLinear(weights.down),
+            gate_up=PackedLinear(weights.gate_up, weights.gate_up_bias),
+            down=PackedLinear(weights.down, weights.down_bias),
         )
 
 
@@ -80,9 +84,9 @@ class _Head:
 
 
 class Decoder:
-    """A Llama model, ready to run.
+    """A model of any of `config.ARCHITECTURES`, ready to run.
 
-    In float32 its greedy tokens are those of transformers' LlamaForCausalLM.
+    In float32 its greedy tokens are those of transformers' class of that name.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -91,7 +95,7 @@ class Decoder:
         self._layers = [_Layer.pack(weights.layer(index)) for index in range(config.num_layers)]
         self._norm = weights.norm()
         self._head = _Head(weights.head())
-        table = rope_cos_sin(config.head_dim, config.max_positions, config.rope_theta)
+        table = rope_cos_sin(config.rope.frequencies(config.head_dim), config.max_positions)
         self._cos_sin = table.to(self._embedding.device)
         self._scale = config.head_dim**-0.5
 
@@ -111,7 +115,7 @@ class Decoder:
         residual = self._embedding[batch.input_ids]
         hidden = rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer.qkv(hidden), batch, kv.k(index), kv.v(index))
+            attended = self._attend(layer, hidden, batch, kv.k(index), kv.v(index))
             last = index + 1 == len(self._layers)
             if last:
                 # What follows the last attention is only of use where logits are wanted.
@@ -123,13 +127,17 @@ class Decoder:
             hidden = fused_add_rms_norm(hidden, residual, norm, eps)
         return self._head(hidden)
 
-    def _attend(self, qkv: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """The attention of a layer, [N, num_heads * head_dim]; rotates `qkv` in place."""
+    def _attend(
+        self, layer: _Layer, hidden: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        """The attention of a layer, [N, num_heads * head_dim]."""
         config, decodes = self.config, batch.num_decode
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
         q, k, v = torch.split(
             heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
         )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
         rope(q, k, batch.positions, self._cos_sin)
         page_write(k, v, k_pages, v_pages, batch.slots)
         parts = []
@@ -160,3 +168,8 @@ class Decoder:
             )
         attended = torch.cat(parts) if len(parts) > 1 else parts[0]
         return attended.flatten(1)
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Every head of [N, heads, head_dim] normed by itself."""
+        rows = heads.reshape(-1, self.config.head_dim)
+        return rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)

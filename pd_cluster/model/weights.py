@@ -24,15 +24,22 @@ class LayerWeights:
     """One layer, with the products that share an input fused; every matrix is [out, in].
 
     `qkv` is [(num_heads + 2 * num_kv_heads) * head_dim, hidden], `gate_up` [2 * intermediate,
-    hidden].
+    hidden]; biases are [out], and None where the model has none. `q_norm` and `k_norm` are
+    [head_dim].
     """
 
     input_norm: Tensor
     qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     o: Tensor
+    o_bias: Tensor | None
     post_attention_norm: Tensor
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: Tensor
+    down_bias: Tensor | None
 
 
 class Weights:
@@ -64,17 +71,29 @@ class Weights:
     def layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
 
-        def read(*names: str) -> Tensor:
-            tensors = [self._read(f"{prefix}{name}.weight") for name in names]
+        def read(*names: str, suffix: str = "weight") -> Tensor:
+            tensors = [self._read(f"{prefix}{name}.{suffix}") for name in names]
             return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
+        def bias(present: bool, *names: str) -> Tensor | None:
+            return read(*names, suffix="bias") if present else None
+
+        config = self._config
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
         return LayerWeights(
             input_norm=read("input_layernorm"),
-            qkv=read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qkv=read(*qkv),
+            qkv_bias=bias(config.qkv_bias, *qkv),
+            q_norm=read("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=read("self_attn.k_norm") if config.qk_norm else None,
             o=read("self_attn.o_proj"),
+            o_bias=bias(config.o_bias, "self_attn.o_proj"),
             post_attention_norm=read("post_attention_layernorm"),
-            gate_up=read("mlp.gate_proj", "mlp.up_proj"),
+            gate_up=read(*gate_up),
+            gate_up_bias=bias(config.mlp_bias, *gate_up),
             down=read("mlp.down_proj"),
+            down_bias=bias(config.mlp_bias, "mlp.down_proj"),
         )
 
     def norm(self) -> Tensor:
@@ -131,18 +150,27 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = {
+        "self_attn.q_proj": (q, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "self_attn.q_proj.weight", (q, hidden)
-        yield prefix + "self_attn.k_proj.weight", (kv, hidden)
-        yield prefix + "self_attn.v_proj.weight", (kv, hidden)
-        yield prefix + "self_attn.o_proj.weight", (hidden, q)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "mlp.gate_proj.weight", (intermediate, hidden)
-        yield prefix + "mlp.up_proj.weight", (intermediate, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, intermediate)
+        for name, width in norms.items():
+            yield f"{prefix}{name}.weight", (width,)
+        for name, (rows, columns, bias) in products.items():
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{prefix}{name}.bias", (rows,)
     yield "model.norm.weight", (hidden,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)

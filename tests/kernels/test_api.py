@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "rms_norm_reference",
         "rope",
         "rope_cos_sin",
+        "rope_frequencies",
         "rope_reference",
         "silu_and_mul",
         "silu_and_mul_reference",

@@ -17,6 +17,7 @@ from pd_kernels import (
     rms_norm,
     rope,
     rope_cos_sin,
+    rope_frequencies,
     silu_and_mul,
 )
 
@@ -48,12 +49,16 @@ def test_silu_refuses_an_odd_width() -> None:
 def test_rope_refuses_positions_outside_of_the_table(position: int) -> None:
     q, k = torch.ones(2, 2, 16), torch.ones(2, 1, 16)
     with pytest.raises(IndexError, match="outside of cos_sin's 10"):
-        rope(q, k, torch.tensor([3, position]), rope_cos_sin(16, 10, 1e4))
+        rope(q, k, torch.tensor([3, position]), rope_cos_sin(rope_frequencies(16, 1e4), 10))
     assert q.eq(1).all()
 
 
 def test_rope_refuses_other_dtypes_and_shapes() -> None:
-    q, k, table = torch.ones(2, 2, 16), torch.ones(2, 1, 16), rope_cos_sin(16, 10, 1e4)
+    q, k, table = (
+        torch.ones(2, 2, 16),
+        torch.ones(2, 1, 16),
+        rope_cos_sin(rope_frequencies(16, 1e4), 10),
+    )
     with pytest.raises(ValueError, match="2 int64"):
         rope(q, k, torch.tensor([1, 2], dtype=torch.int32), table)
     with pytest.raises(ValueError, match="2 int64"):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pd_kernels import rope, rope_cos_sin, rope_reference
+from pd_kernels import rope, rope_cos_sin, rope_frequencies, rope_reference
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -36,7 +36,7 @@ def test_reference_is_transformers_llama_rope_bit_for_bit() -> None:
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     q, k = q.clone(), k.clone()
-    rope_reference(q, k, positions, rope_cos_sin(64, 8192, 100000.0))
+    rope_reference(q, k, positions, rope_cos_sin(rope_frequencies(64, 100000.0), 8192))
     assert torch.equal(q, theirs[0][0].transpose(0, 1))
     assert torch.equal(k, theirs[1][0].transpose(0, 1))
 
@@ -54,7 +54,7 @@ def test_rope_matches_reference_on_slices_of_fused_qkv(
     dtype: torch.dtype,
     assert_close: Callable[[Tensor, Tensor], None],
 ) -> None:
-    table = rope_cos_sin(d, 500, 10000.0)
+    table = rope_cos_sin(rope_frequencies(d, 10000.0), 500)
     positions = torch.randperm(500, generator=torch.Generator().manual_seed(3))[:tokens]
     qkv = fused_qkv(tokens, hq, hk, d, dtype)
     expected = qkv.clone()
@@ -68,4 +68,4 @@ def test_rope_matches_reference_on_slices_of_fused_qkv(
 
 def test_odd_head_dim_is_refused() -> None:
     with pytest.raises(ValueError, match="even head_dim, got 63"):
-        rope_cos_sin(63, 10, 10000.0)
+        rope_frequencies(63, 10000.0)

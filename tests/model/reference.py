@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 # Two logits closer than this are a tie, which rounding may decide either way (design.md, 5).
 TIE = 1e-4
@@ -32,10 +32,10 @@ class Tie:
 
 
 class Reference:
-    """transformers' LlamaForCausalLM of a model folder, in float32."""
+    """transformers' model of a folder, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], max_tokens: int, stop: Collection[int] = ()) -> Answer:

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pd_cluster.errors import ModelError
 from pd_cluster.model.config import ModelConfig, load_config
+from pd_cluster.model.rope_scaling import Rope, parse_rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +29,16 @@ LLAMA = {
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 
@@ -47,8 +61,12 @@ def test_every_field(tmp_path: Path) -> None:
         intermediate_size=96,
         vocab_size=100,
         max_positions=128,
-        rope_theta=500000.0,
+        rope=Rope(500000.0),
         rms_norm_eps=1e-5,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
         tie_embeddings=True,
         bos_token_id=1,
         eos_token_ids=(2,),
@@ -63,7 +81,96 @@ def test_defaults_of_older_configs(tmp_path: Path) -> None:
 
 def test_rope_parameters_of_newer_configs(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 7.0}
-    assert load(tmp_path, rope_parameters=rope).rope_theta == 7.0
+    assert load(tmp_path, rope_parameters=rope).rope == Rope(7.0)
+
+
+def test_rope_scaling_of_older_configs(tmp_path: Path) -> None:
+    linear = {"type": "linear", "factor": 2.0}
+    assert load(tmp_path, rope_scaling=linear).rope == Rope(500000.0, "linear", 2.0)
+    llama3 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    rope = load(tmp_path, rope_scaling=llama3).rope
+    assert rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192.0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (128, 5e5), (96, 1e6)])
+def test_scaled_frequencies_are_those_of_transformers(
+    kind: str, head_dim: int, theta: float
+) -> None:
+    settings = {**LLAMA3, "rope_type": kind, "rope_theta": theta}
+    upstream = LlamaConfig(head_dim=head_dim, rope_parameters=settings)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](upstream)
+    assert attention_factor == 1.0
+    ours = parse_rope({"rope_parameters": settings}, "").frequencies(head_dim)
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=0)
+
+
+FEATURES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("LlamaForCausalLM", {"attention_bias": True}, {"qkv_bias", "o_bias"}),
+    ("LlamaForCausalLM", {"mlp_bias": True}, {"mlp_bias"}),
+    # transformers' classes of the others know no such flags.
+    ("MistralForCausalLM", {"attention_bias": True, "mlp_bias": True}, set()),
+    ("Qwen2ForCausalLM", {"mlp_bias": True}, {"qkv_bias"}),
+    ("Qwen3ForCausalLM", {"head_dim": 16}, {"qk_norm"}),
+    (
+        "Qwen3ForCausalLM",
+        {"head_dim": 16, "attention_bias": True},
+        {"qk_norm", "qkv_bias", "o_bias"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes", "features"), FEATURES)
+def test_features_of_the_families(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], features: set[str]
+) -> None:
+    config = load(tmp_path, architectures=[architecture], sliding_window=None, **changes)
+    known = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    assert {name for name in known if getattr(config, name)} == features
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "positions"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 50}, 50),
+        ("MistralForCausalLM", {"sliding_window": 500}, 128),
+        ("MistralForCausalLM", {"sliding_window": None}, 128),
+        # A window that Mistral's config leaves out is transformers' default of 4096.
+        ("MistralForCausalLM", {"max_position_embeddings": 9999}, 4096),
+        ("LlamaForCausalLM", {"sliding_window": 50}, 128),
+        ("Qwen2ForCausalLM", {"sliding_window": 50}, 128),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}, 128),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 1},
+            50,
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "head_dim": 16,
+                "sliding_window": 50,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            50,
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {
+                "sliding_window": 50,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "full_attention"],
+            },
+            128,
+        ),
+    ],
+)
+def test_positions_end_at_a_sliding_window(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], positions: int
+) -> None:
+    assert load(tmp_path, architectures=[architecture], **changes).max_positions == positions
 
 
 @pytest.mark.parametrize(
@@ -81,12 +188,25 @@ def test_generation_config_knows_the_end(
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; use Llama"),
         ({"architectures": None}, "architecture none is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3'"),
-        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' .* use default, lin"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor must be a number .* None"),
+        ({"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, found None"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor must be .* found True"),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+            r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"attention_bias": True}, "attention_bias True is not supported; use False"),
-        ({"mlp_bias": True}, "mlp_bias True"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": None},
+            "num_key_value_heads must be a whole number",
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "head_dim must be a whole number"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": "wide"},
+            "sliding_window must be a whole number above 0, found 'wide'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use 'silu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_size": None}, "hidden_size must be a whole number above 0, found None"),

@@ -50,6 +50,27 @@ def test_fused_layers(tmp_path: Path, shard_size: str) -> None:
     assert not torch.equal(weights.head(), weights.embedding())
 
 
+@pytest.mark.parametrize("shard_size", ["1GB", "50KB"])
+def test_biases_and_head_norms(tmp_path: Path, shard_size: str) -> None:
+    save_tiny(tmp_path, family="qwen3", head_dim=16, attention_bias=True, shard_size=shard_size)
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    layer, prefix = load(tmp_path).layer(2), "model.layers.2.self_attn"
+    assert layer.qkv_bias is not None
+    assert torch.equal(
+        layer.qkv_bias, torch.cat([tensors[f"{prefix}.{part}_proj.bias"] for part in "qkv"])
+    )
+    for ours, name in {
+        layer.o_bias: "o_proj.bias",
+        layer.q_norm: "q_norm.weight",
+        layer.k_norm: "k_norm.weight",
+    }.items():
+        assert ours is not None
+        assert torch.equal(ours, tensors[f"{prefix}.{name}"])
+    assert layer.gate_up_bias is None
+    assert layer.down_bias is None
+
+
 def test_tied_embeddings_are_the_head(tmp_path: Path) -> None:
     save_tiny(tmp_path, tie_word_embeddings=True)
     weights = load(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pd_cluster.cache.layout import LayerFirstLayout, Layout, PageFirstLayout
 from pd_cluster.model.batch import Chunk, build_batch
@@ -17,8 +17,18 @@ from pd_cluster.model.decoder import Decoder
 VOCAB = 97
 
 
-def save_tiny(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> None:
-    """A random Llama as transformers saves it; weights large enough for logits that differ."""
+def save_tiny(
+    folder: Path,
+    *,
+    family: str = "llama",
+    seed: int = 0,
+    shard_size: str = "1GB",
+    **settings: Any,
+) -> None:
+    """A random model as transformers saves it; weights large enough for logits that differ.
+
+    `family` is transformers' model type.
+    """
     torch.manual_seed(seed)
     shape = {
         "num_hidden_layers": 3,
@@ -32,10 +42,14 @@ def save_tiny(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **setting
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    model = LlamaForCausalLM(LlamaConfig(**{**shape, **settings}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**shape, **settings}), dtype=torch.float32
+    )
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(".bias"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 
