@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 GATEWAY = "gateway-0"
 # Ray's store holds none of our pages: only its own small things.
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
+REACHABLE_S = 5.0
 
 
 def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
@@ -49,12 +52,23 @@ def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
             "_temp_dir": temp_dir,
         }
     else:
+        _check_reachable(address)
         options["address"] = address
     try:
         ray.init(**options)
     except Exception as error:
         where = f"at {address}" if address else "on this machine"
         raise StartError(f"no Ray {where}: {error}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Where nothing listens Ray would try for minutes, and print a line every few seconds."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        if parts.hostname and parts.port:  # else a word that Ray knows, such as "auto"
+            socket.create_connection((parts.hostname, parts.port), REACHABLE_S).close()
+    except (OSError, ValueError) as error:
+        raise StartError(f"no Ray at {address}: {error}") from error
 
 
 class Cluster:

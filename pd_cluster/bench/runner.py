@@ -7,6 +7,7 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +51,7 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
         case BenchName.KERNELS:
             from pd_kernels import bench as kernels
 
-            return name_kernels(kernels.run())
+            return name_kernels(kernels.run(seconds_each=0.2))
 
 
 def name_transfer(figures: dict[str, float]) -> dict[str, float]:
@@ -81,7 +82,9 @@ def name_kernels(figures: dict[str, float]) -> dict[str, float]:
 
 def report(name: BenchName, figures: dict[str, float], console: Console) -> None:
     """Prints a table of the figures, and what they say where a bench concludes anything."""
-    table = Table("figure", title=f"bench {name}")
+    table = Table(title=f"bench {name}", box=box.SIMPLE)
+    # Names are for copying: never cut short.
+    table.add_column("figure", overflow="fold")
     table.add_column("value", justify="right")
     table.add_column("unit")
     for key, value in figures.items():
@@ -91,7 +94,7 @@ def report(name: BenchName, figures: dict[str, float], console: Console) -> None
         table.add_row(key, f"{value:,.{digits}f}", unit, style=style)
     console.print(table)
     for line in _conclusions(name, figures):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def unit_of(figure: str) -> str:
