@@ -32,8 +32,9 @@ def sample(
     """One token id for each row of `logits` [B, vocab] float32.
 
     `sequence` numbers a request's sequences, `positions` are those of the tokens to choose. At
-    temperature 0 the largest logit wins, the lowest id of equals. Otherwise top_k filters first and
-    top_p what is left of it, renormalised, as in vLLM and transformers.
+    temperature 0 the largest logit wins, the lowest id of equals. Otherwise the temperature is
+    applied first, then min_p, top_k and top_p filter, each what the one before has left (as in
+    vLLM): top_p is of the renormalised rest.
     """
     greedy = [each.temperature == 0 for each in params]
     tokens: list[int] = logits.argmax(-1).tolist() if any(greedy) else [0] * len(params)
@@ -57,8 +58,15 @@ def uniform(seed: int, sequence: int, position: int) -> float:
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token at `uniform` of the cumulated distribution."""
     weights = (logits - logits.max()).div_(params.temperature).exp_()
-    vocab = weights.shape[0]
-    if params.top_p >= 1 and not 0 < params.top_k < vocab:
+    if params.min_p == 0:
+        return _pick(weights, params, uniform)
+    # The largest weight is 1, so these are ratios to the likeliest token's probability.
+    ids = (weights >= params.min_p).nonzero()[:, 0]
+    return int(ids[_pick(weights[ids], params, uniform)])
+
+
+def _pick(weights: Tensor, params: SamplingParams, uniform: float) -> int:
+    if params.top_p >= 1 and not 0 < params.top_k < weights.shape[0]:
         return _at(weights, uniform)
     kept, ids = _filter(weights, params.top_k, params.top_p)
     return int(ids[_at(kept, uniform)])
@@ -90,10 +98,14 @@ def _filter(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest weights, descending, and their ids; of equals the lower id first."""
+    """The `count` largest weights, descending, and their ids; of equals the lower id first.
+
+    Zeros may be left out: of a sharp distribution most weights are.
+    """
     if count < weights.shape[0]:
-        smallest = weights.topk(count, sorted=False).values.min()
-        candidates = (weights >= smallest).nonzero()[:, 0]
+        smallest = float(weights.topk(count, sorted=False).values.min())
+        large = weights >= smallest if smallest > 0 else weights > 0
+        candidates = large.nonzero()[:, 0]
     else:
         candidates = torch.arange(count, device=weights.device)
     kept, order = weights[candidates].sort(descending=True, stable=True)

@@ -74,8 +74,8 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         params(temperature=1.3, seed=7),
         params(top_k=20, seed=8),
         params(top_p=0.8, seed=9),
-        params(temperature=2.0, top_k=50, top_p=0.9, seed=10),
-        params(seed=7),
+        params(temperature=2.0, top_k=50, top_p=0.9, min_p=0.01, seed=10),
+        params(min_p=0.2, seed=7),
     ] * 4
     sequences = [number % 3 for number in range(24)]
     positions = [100 + number for number in range(24)]
@@ -144,6 +144,40 @@ def test_top_p_is_of_what_top_k_left() -> None:
     # 0.3, 0.2 and 0.15 are left: 0.46, 0.31 and 0.23 of their sum.
     assert kept(logits_of(WEIGHTS), params(top_k=3, top_p=0.75)) == {0, 2}
     assert kept(logits_of(WEIGHTS), params(top_k=3, top_p=0.8)) == {0, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"),
+    [(0.0, set(range(8))), (0.3, {0, 2, 3, 4, 7}), (0.34, {0, 2, 4}), (0.6, {0, 2}), (1.0, {0})],
+)
+def test_min_p_is_a_ratio_to_the_likeliest(min_p: float, expected: set[int]) -> None:
+    assert kept(logits_of(WEIGHTS), params(min_p=min_p)) == expected
+
+
+def test_min_p_keeps_all_that_tie_with_the_best() -> None:
+    assert kept(torch.tensor([1.0, 0.0, 1.0]), params(min_p=1.0)) == {0, 2}
+
+
+def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p() -> None:
+    # At temperature 2 the ratios are their roots: 0.1 / 0.3 is 0.58, 0.08 / 0.3 is 0.52.
+    assert kept(logits_of(WEIGHTS), params(min_p=0.55, temperature=2.0)) == {0, 2, 3, 4, 7}
+    # 0.3, 0.2 and 0.15 are left: 0.46, 0.31 and 0.23 of their sum.
+    assert kept(logits_of(WEIGHTS), params(min_p=0.34, top_p=0.75)) == {0, 2}
+    assert kept(logits_of(WEIGHTS), params(min_p=0.34, top_p=0.8)) == {0, 2, 4}
+    assert kept(logits_of(WEIGHTS), params(min_p=0.34, top_k=2)) == {0, 2}
+    assert kept(logits_of(WEIGHTS), params(min_p=0.34, top_k=5)) == {0, 2, 4}
+
+
+def test_min_p_keeps_the_ratios_of_what_it_leaves() -> None:
+    tokens = draw(logits_of(WEIGHTS), params(min_p=0.6, seed=12), 4000)
+    assert chi_square(tokens, [0.6, 0, 0.4]) < 10.83  # 1 degree of freedom
+
+
+def test_weights_too_small_for_a_float_are_no_tokens() -> None:
+    logits = torch.zeros(1000)
+    logits[7], logits[900] = 20.0, 19.99
+    assert kept(logits, params(temperature=0.1, top_k=500)) == {7, 900}
+    assert kept(logits, params(temperature=0.1, top_p=0.999)) == {7, 900}
 
 
 def test_a_nucleus_wider_than_the_first_guess() -> None:
