@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
@@ -223,6 +222,65 @@ def bench(
     runner.report(name, figures, Console())
 
 
+@app.command()
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Mooncake's JSON lines or Azure's CSV; else conversations."),
+    ] = None,
+    num_conversations: Annotated[int, typer.Option(help="To generate, without --trace.")] = 300,
+    rate: Annotated[int, typer.Option(help="Times the trace's arrival rate.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Of the trace, from its start.")] = float("inf"),
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 8,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 8,
+    pages: Annotated[int, typer.Option(help="KV pages of each worker.")] = 6250,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = 512,
+    hardware: Annotated[str, typer.Option(help="h200, h100, a100 or a YAML file.")] = "h100",
+    model: Annotated[str, typer.Option(help="A known shape or a config.json.")] = "llama-3.1-8b",
+    placement: Annotated[str, typer.Option(help="Placement policy.")] = "cost",
+    schedule_policy: Annotated[str, typer.Option(help="Order of the queue.")] = "fcfs",
+    routes: Annotated[str, typer.Option(help="That may be taken.")] = "remote,remote+pull,local",
+    chunked_prefill_size: Annotated[int, typer.Option(help="Prompt tokens in a step.")] = 8192,
+    max_running_requests: Annotated[int, typer.Option(help="On one decode worker.")] = 256,
+    ttft: Annotated[float, typer.Option(help="SLO of the first token, seconds.")] = 2.0,
+    itl: Annotated[float, typer.Option(help="SLO between tokens, seconds.")] = 0.05,
+    seed: int = 0,
+    compare: Annotated[str | None, typer.Option(help="Policies, with commas.")] = None,
+    check: Annotated[bool, typer.Option(help="Exit code 1 if a target is missed.")] = False,
+    plan: Annotated[bool, typer.Option(help="Find the smallest cluster for the SLO.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+) -> None:
+    """Run the schedulers in virtual time over a trace, at any size."""
+    from pd_cluster.simulate.command import Options
+    from pd_cluster.simulate.command import simulate as run
+
+    options = Options(
+        trace=trace,
+        num_conversations=num_conversations,
+        rate=rate,
+        seconds=seconds,
+        prefill=prefill,
+        decode=decode,
+        pages=pages,
+        page_size=page_size,
+        hardware=hardware,
+        model=model,
+        placement=placement,
+        schedule_policy=schedule_policy,
+        routes=routes,
+        chunked_prefill_size=chunked_prefill_size,
+        max_running_requests=max_running_requests,
+        ttft=ttft,
+        itl=itl,
+        seed=seed,
+        compare=compare,
+        check=check,
+        plan=plan,
+        json_file=json_file,
+    )
+    raise typer.Exit(run(options))
+
+
 @model_app.command("pull")
 def model_pull(name: Annotated[str, typer.Argument(help="A known name, e.g. smollm2.")]) -> None:
     """Fetch a model into the user's cache, once, and print its folder."""
@@ -255,8 +313,10 @@ def _server_info(running: registry.RunningCluster) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{running.url}/server_info", timeout=15) as response:
             info: dict[str, Any] = json.load(response)
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         raise StartError(f"{running.url} does not answer: {error}") from error
+    except ValueError as error:
+        raise StartError(f"{running.url} does not answer as pd-cluster does: {error}") from error
     return {"url": running.url, "pid": running.pid, **info}
 
 
@@ -277,7 +337,9 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except (ConfigError, ModelError, StartError) as error:
-        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        # Other libraries' messages, which ours may quote, can have several lines.
+        line = " ".join(str(error).split())
+        console.print(f"error: {line}", markup=False, soft_wrap=True)
         sys.exit(2)
     except PdClusterError as error:
         console.print(f"error: {error}", markup=False, soft_wrap=True)
