@@ -39,7 +39,7 @@ def prefix_hashes(
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
     mixed ^= mixed >> np.uint64(31)
-    mixed[0] += np.uint64(base)
+    mixed[:1] += np.uint64(base)
     return np.cumsum(mixed, dtype=np.uint64)
 
 

@@ -65,13 +65,19 @@ class CoordinatorStatistics:
 class CoordinatorState:
     """Events change it through one method each; all times are seconds of one clock."""
 
-    def __init__(self, config: Config, scheduling: Scheduling | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheduling: Scheduling | None = None,
+        *,
+        page_size: int | None = None,
+    ) -> None:
         self.scheduling = scheduling or Scheduling(placement=config.placement)
         self.max_queued = config.max_queued_requests
         self.max_running = config.max_running_requests
         self.lease_s = config.timeouts.lease_s
         self.worker_timeout_s = 20 * config.timeouts.heartbeat_s
-        self.cluster = Workers(config.page_size)
+        self.cluster = Workers(page_size or config.page_size)
         self.queue = Queue(make_queue_policy(self.scheduling.schedule_policy, self.scheduling.seed))
         self.leases: dict[AttemptId, Lease] = {}
         self.rates = Rates(self.scheduling.priors)

@@ -1,0 +1,219 @@
+"""A worker in virtual time: the real scheduler, prefix cache and page pool, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pd_cluster.cache.events import CacheEvent
+from pd_cluster.cache.eviction import make_eviction_policy
+from pd_cluster.cache.page_pool import PagePool
+from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured
+from pd_cluster.coordinator.index import KvUpdate
+from pd_cluster.draw import Drawn
+from pd_cluster.simulate.clock import Clock
+from pd_cluster.simulate.hardware import StepTimes, attended
+from pd_cluster.types import Output, Role, WorkerId, WorkerReport
+from pd_cluster.worker.instructions import (
+    AbortTransfer,
+    Batch,
+    Connect,
+    Deliver,
+    Event,
+    Instruction,
+    Notify,
+    ReadPages,
+    Send,
+    TransferEnded,
+    WritePages,
+)
+from pd_cluster.worker.scheduler import WorkerScheduler
+
+# From one process to another: a message's time, and how long cache events are gathered (s).
+MESSAGE_S = 0.5e-3
+EVENTS_S = 20e-3
+# Nothing in a simulation fails, so no state's deadline may pass.
+FOREVER = 1e9
+
+
+class Network(Protocol):
+    """What a worker reaches of the others."""
+
+    def find(self, worker: WorkerId) -> SimulatedWorker: ...
+    def deliver(self, output: Output) -> None: ...
+    def kv_events(self, update: KvUpdate) -> bool: ...
+    def answer_token(self, request: str) -> int: ...
+
+
+class SimulatedWorker:
+    """`busy_s` is how long its engine computed; `nic_free` when its NIC is done (out, in)."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        clock: Clock,
+        network: Network,
+        times: StepTimes,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        chunk_tokens: int,
+        local_tokens: int,
+    ) -> None:
+        self.id = WorkerId(name, "0")
+        self.role = role
+        self.times = times
+        self.page_size = page_size
+        self.page_bytes = page_size * times.model.kv_bytes_per_token
+        policy = make_eviction_policy("lru", {})
+        self.cache = PrefixCache(PagePool(num_pages), page_size, policy, record_events=True)
+        self.scheduler = WorkerScheduler(
+            self.cache,
+            worker=self.id,
+            agent=b"",
+            region=(0, 0, 0),
+            eos_token_ids=(),
+            max_running=max_running,
+            chunk_tokens=chunk_tokens,
+            local_tokens=local_tokens,
+            prefill_s=FOREVER,
+            transfer_s=FOREVER,
+            drain_s=FOREVER,
+        )
+        self.busy_s = 0.0
+        self.steps = 0
+        self.sent_bytes = 0
+        self.nic_free = [0.0, 0.0]
+        self._clock = clock
+        self._network = network
+        self._computing = False
+        self._next_event = 0
+        self._events: list[CacheEvent] = []
+        self._last_prefill: tuple[Batch, float] | None = None
+        self._last_decode: tuple[Batch, float] | None = None
+
+    def handle(self, event: Event) -> None:
+        self._obey(self.scheduler.handle(event, self._clock.now))
+        self._compute()
+
+    def report(self) -> WorkerReport:
+        scheduler = self.scheduler
+        return WorkerReport(
+            worker=self.id,
+            role=self.role,
+            signature={},
+            capacity=self.cache.pool.num_pages * self.page_size,
+            available=self.cache.available() * self.page_size,
+            running=scheduler.prefill.running + scheduler.decode.count("running"),
+            waiting=scheduler.prefill.waiting + scheduler.decode.count("awaiting"),
+            attempts=tuple(scheduler.decode.sequences),
+            routes=("remote", "remote+pull", "local"),
+        )
+
+    def take_measured(self) -> list[Measured]:
+        """The last step of each kind since the last call."""
+        measured: list[Measured] = []
+        if self._last_prefill is not None:
+            batch, seconds = self._last_prefill
+            if not batch.decode:
+                tokens = sum(len(row.tokens) for row in batch.prefill)
+                measured.append(PrefillMeasured(tokens, attended(batch.prefill), seconds))
+        if self._last_decode is not None:
+            batch, seconds = self._last_decode
+            held = sum(row.end for row in batch.decode)
+            measured.append(DecodeMeasured(len(batch.decode), held, seconds))
+        self._last_prefill = self._last_decode = None
+        return measured
+
+    # --- within ---
+
+    def _compute(self) -> None:
+        """Starts the next step, if there is one and none runs."""
+        if self._computing:
+            return
+        batch, instructions = self.scheduler.plan(self._clock.now)
+        if instructions:
+            self._obey(instructions)
+        if batch is None:
+            return
+        self._computing = True
+        self.steps += 1
+        seconds = self.times.step_s(batch)
+        self.busy_s += seconds
+        if batch.prefill:
+            self._last_prefill = batch, seconds
+        else:
+            self._last_decode = batch, seconds
+        self._clock.after(seconds, self._finisher(batch))
+
+    def _finisher(self, batch: Batch) -> Callable[[], None]:
+        def finish() -> None:
+            self._computing = False
+            answer = self._network.answer_token
+            drawn = [
+                Drawn(answer(row.attempt.request)) for row in batch.rows if row.draw is not None
+            ]
+            self._obey(self.scheduler.computed(batch, drawn, self._clock.now))
+            self._compute()
+
+        return finish
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Deliver():
+                    self._network.deliver(instruction.output)
+                case Send():
+                    self._post(instruction.worker, instruction.message)  # type: ignore[arg-type]
+                case Notify():
+                    self._post(instruction.peer, instruction.message)  # type: ignore[arg-type]
+                case WritePages():
+                    self._write(instruction)
+                case ReadPages():
+                    self._read(instruction)
+                case Connect() | AbortTransfer():
+                    pass  # a transfer that is aborted ends as if it were not: a little later
+        events = self.cache.take_events()
+        if events:
+            if not self._events:
+                self._clock.after(EVENTS_S, self._flush)
+            self._events += events
+
+    def _post(self, worker: WorkerId, event: Event) -> None:
+        target = self._network.find(worker)
+        self._clock.after(MESSAGE_S, lambda: target.handle(event))
+
+    def _write(self, write: WritePages) -> None:
+        target = self._network.find(write.peer)
+
+        def landed() -> None:
+            target.handle(write.done)
+            self.handle(TransferEnded(write.transfer))
+
+        self._clock.at(self._move(self, target, len(write.source)), landed)
+
+    def _read(self, read: ReadPages) -> None:
+        source = self._network.find(read.peer)
+        end = self._move(source, self, len(read.source))
+        self._clock.at(end, lambda: self.handle(TransferEnded(read.transfer)))
+
+    def _move(self, source: SimulatedWorker, target: SimulatedWorker, pages: int) -> float:
+        """When pages will have arrived that leave when both NICs are free, and then take both."""
+        hardware = self.times.hardware
+        size = pages * self.page_bytes
+        source.sent_bytes += size
+        start = max(self._clock.now, source.nic_free[0], target.nic_free[1])
+        end = start + size / hardware.nic_bandwidth
+        source.nic_free[0] = target.nic_free[1] = end
+        return end + hardware.nic_latency_s
+
+    def _flush(self) -> None:
+        events, self._events = tuple(self._events), []
+        update = KvUpdate(self.id, self._next_event, events)
+        self._next_event += len(events)
+        if not self._network.kv_events(update):
+            snapshot = tuple(self.cache.snapshot())
+            self._network.kv_events(KvUpdate(self.id, self._next_event, snapshot, snapshot=True))
