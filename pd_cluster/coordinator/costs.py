@@ -10,6 +10,7 @@ exponential forgetting; the prior keeps a small weight, so that a rate is never 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -154,9 +155,21 @@ class Rates:
         seconds: float | Floats = a + b * sequences + c * kv_tokens
         return seconds
 
-    def transfer_s(self, tokens: NDArray[np.int64]) -> Floats:
-        per_token = self.priors.kv_bytes_per_token / self.bandwidth
-        return np.asarray(self.priors.link_latency_s + tokens * per_token, np.float64)
+    def transfer_s(
+        self, tokens: NDArray[np.int64], bandwidths: float | Floats | None = None
+    ) -> Floats:
+        """Time to move the KV of so many tokens, at the mean bandwidth or that of each link."""
+        per_second = self.bandwidth if bandwidths is None else bandwidths
+        size = tokens * self.priors.kv_bytes_per_token
+        return np.asarray(self.priors.link_latency_s + size / per_second, np.float64)
+
+    def bandwidths(self, source: WorkerId, slots: Mapping[WorkerId, int], count: int) -> Floats:
+        """From a worker to each of `count` slots, bytes/s: the mean where it is not known."""
+        found = np.full(count, self.bandwidth)
+        for peer, rate in self.pairs.get(source, {}).items():
+            if peer in slots:
+                found[slots[peer]] = rate
+        return found
 
     def forget(self, worker: WorkerId) -> None:
         """A worker is gone: its links are measured anew if it comes back."""

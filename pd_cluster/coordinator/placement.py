@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pd_cluster.coordinator.costs import Floats, Rates
 from pd_cluster.coordinator.fleet import Fleet
 from pd_cluster.coordinator.index import Lengths
+from pd_cluster.types import WorkerId
 
 RouteName = Literal["remote", "remote+pull", "local"]
 Mask = NDArray[np.bool_]
@@ -213,7 +214,7 @@ class Cost(PlacementPolicy):
         p_terms, p_held, p_seconds = self._prefill_terms(ask, prefill, now)
         p_cost = _total(p_terms, prefill.ready)
         p = _argmin(p_cost, prefill.last_placement)
-        d_terms, d_held = self._decode_terms(ask, decode, now)
+        d_terms, d_held = self._decode_terms(ask, decode, now, prefill.worker(p))
         d_cost = _total(d_terms, _not_avoided(eligible, ask))
         d = _argmin(d_cost, decode.last_placement)
         best = float(p_cost[p] + d_cost[d])
@@ -288,13 +289,14 @@ class Cost(PlacementPolicy):
         return terms, held, seconds
 
     def _decode_terms(
-        self, ask: Ask, fleet: Fleet, now: float
+        self, ask: Ask, fleet: Fleet, now: float, source: WorkerId
     ) -> tuple[dict[str, Floats], Lengths]:
         held = np.minimum(fleet.index.match(ask.hashes, len(fleet)), ask.prompt_len)
         step = self.rates.step_s(fleet.attempts + 1, fleet.tokens + ask.prompt_len)
+        links = self.rates.bandwidths(source, fleet.slots, len(fleet))
         terms = {
             "load": self.weights.itl_tokens * step,
-            "transfer": self.rates.transfer_s(ask.prompt_len - held),
+            "transfer": self.rates.transfer_s(ask.prompt_len - held, links),
             "balance": self.weights.decode_balance * fleet.excess(now),
         }
         return terms, held

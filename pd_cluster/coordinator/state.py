@@ -404,6 +404,7 @@ class CoordinatorState:
                     self._unpledge(entry)
                     entry.not_before = now
         self.cluster.leave(worker)
+        self.rates.forget(worker.id)
         self._policy.limits = self._limits()
 
     def _least_wanted(self, entry: Waiting) -> Waiting:

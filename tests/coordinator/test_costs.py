@@ -1,0 +1,69 @@
+"""Rates: from priors to what was measured."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pd_cluster.coordinator.costs import (
+    DecodeMeasured,
+    LinkMeasured,
+    PrefillMeasured,
+    Priors,
+    Rates,
+)
+from pd_cluster.types import WorkerId
+
+P, D, E = WorkerId("prefill-0", "a"), WorkerId("decode-0", "a"), WorkerId("decode-1", "a")
+
+
+def test_priors_hold_before_anything_is_measured() -> None:
+    rates = Rates(Priors(prefill=(0.1, 0.01, 0.0), decode=(0.02, 0.001, 0.0)))
+    assert rates.prefill_s(10, 0) == pytest.approx(0.2)
+    assert rates.step_s(5, 1000) == pytest.approx(0.025)
+
+
+def test_measured_times_replace_wrong_priors() -> None:
+    """Ten times off in every coefficient; prefill's time grows with what stands before."""
+    rates = Rates(Priors(prefill=(0.1, 0.01, 1e-5), decode=(0.2, 0.01, 1e-4)))
+    rng = random.Random(0)
+    for _ in range(300):
+        n, cached = rng.randrange(1, 4000), rng.randrange(0, 20_000)
+        attended = n * (cached + n / 2)
+        rates.observe(P, PrefillMeasured(n, attended, 0.01 + 0.001 * n + 1e-6 * attended))
+        batch, held = rng.randrange(1, 60), rng.randrange(100, 100_000)
+        rates.observe(D, DecodeMeasured(batch, held, 0.02 + 0.001 * batch + 1e-5 * held))
+    for n, cached in ((100, 0), (2000, 10_000)):
+        true = 0.01 + 0.001 * n + 1e-6 * n * (cached + n / 2)
+        assert rates.prefill_s(n, cached) == pytest.approx(true, rel=0.1)
+    assert rates.step_s(30, 50_000) == pytest.approx(0.55, rel=0.1)
+
+
+def test_rates_follow_a_change_and_are_never_negative() -> None:
+    rates = Rates(Priors(prefill=(0.0, 0.01, 0.0)))
+    for seconds in (0.001, 0.004):
+        for n in range(1, 1500):
+            rates.observe(P, PrefillMeasured(n % 100 + 1, 0.0, seconds * (n % 100 + 1)))
+        assert rates.prefill_s(100, 0) == pytest.approx(100 * seconds, rel=0.1)
+    # Longer steps that took less time: no coefficient turns negative for it.
+    for n in range(1, 500):
+        rates.observe(P, PrefillMeasured(n, 0.0, 1.0 / n))
+    assert (rates.prefill.coefficients >= 0).all()
+
+
+def test_bandwidth_is_known_by_pair_and_forgotten_with_its_worker() -> None:
+    rates = Rates(Priors(link_bytes_per_s=1e9, link_latency_s=0.0))
+    for _ in range(600):
+        rates.observe(P, LinkMeasured(D, 1000, 1e-6 * 4))
+    rates.observe(P, LinkMeasured(E, 1000, 1e-6 * 8))
+    assert rates.pairs[P][D] == pytest.approx(2.5e8)
+    assert rates.pairs[P][E] == pytest.approx(1.25e8)
+    assert rates.bandwidth == pytest.approx(2.5e8, rel=0.05)
+    seconds = rates.transfer_s(np.array([0, 1000]))
+    assert seconds[1] > seconds[0] >= 0
+    rates.forget(D)
+    assert D not in rates.pairs[P]
+    rates.forget(P)
+    assert not rates.pairs
