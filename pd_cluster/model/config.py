@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model.json_file import read_json
 from pd_cluster.model.rope_scaling import Rope, parse_rope
 
 # Llama's decoder and its relatives, which differ in biases, norms and windows.
@@ -54,11 +54,11 @@ def load_config(folder: Path) -> ModelConfig:
     The end-of-sequence ids of generation_config.json win, as in transformers' `generate`. Raises
     ModelError naming the file or field, for an architecture or feature that is not supported too.
     """
-    data = _read_json(folder / "config.json")
+    data = read_json(folder / "config.json")
     config = parse_config(data, source=str(folder / "config.json"))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ids = _token_ids(_read_json(generation), "eos_token_id", str(generation))
+        ids = _token_ids(read_json(generation), "eos_token_id", str(generation))
         if ids:
             return ModelConfig(**{**vars(config), "eos_token_ids": ids})
     return config
@@ -173,15 +173,3 @@ def _token_ids(data: Mapping[str, Any], key: str, source: str) -> tuple[int, ...
     if not all(isinstance(each, int) for each in ids):
         raise ModelError(f"{source}: {key} must be a token id or a list of them, found {value!r}")
     return tuple(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected an object, found {type(data).__name__}")
-    return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import tokenizers
 
 from pd_cluster.errors import ModelError
 from pd_cluster.model.chat_template import ChatTemplate
+from pd_cluster.model.json_file import read_json
 
 # What a tokenizer's decoder puts where bytes are not (or not yet) a character.
 _REPLACEMENT = "\ufffd"
@@ -19,10 +19,11 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """The tokenizer of a model folder (tokenizer.json, and the chat template where there is one).
 
-    Raises ModelError when the folder has no readable tokenizer.json.
+    `chat_template` is the name of one of the model's templates, or a file that holds another one.
+    Raises ModelError when the folder has no readable tokenizer.json, or for an unknown template.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder}: tokenizer.json is missing")
@@ -33,13 +34,14 @@ class Tokenizer:
         # Limits of training; a request's length is for the server to judge.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _settings(folder / "tokenizer_config.json")
+        path = folder / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
         self._special = {
             key: text
             for key in ("bos_token", "eos_token", "unk_token", "pad_token")
             if (text := _token_text(settings.get(key))) is not None
         }
-        self._template = _template(folder, settings)
+        self._template = _template(folder, settings, chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -113,29 +115,43 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path}: expected an object, found {type(settings).__name__}")
-    return settings
-
-
 def _token_text(value: Any) -> str | None:
     """Tokens stand there as a string, or as an object with the string in `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
+def _template(folder: Path, settings: Mapping[str, Any], chosen: str | None) -> ChatTemplate:
+    found = _templates(folder, settings)
+    if chosen is None:
+        text, source = found.get("default", (None, folder))
+    elif chosen in found:
+        text, source = found[chosen]
+    else:
+        source = Path(chosen).expanduser()
+        if not source.is_file():
+            names = ", ".join(found) or "none"
+            raise ModelError(
+                f"chat template {chosen}: no such file, nor one of the model's templates ({names})"
+            )
+        try:
+            text = source.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"chat template {chosen}: {error}") from error
+    return ChatTemplate(text, source=str(source))
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
+    """By name: the text, and where it stands. transformers has kept them in three places."""
+    path = folder / "tokenizer_config.json"
+    inline = settings.get("chat_template")
+    if isinstance(inline, list):  # several by name
+        found = {each["name"]: (each["template"], path) for each in inline}
+    else:
+        found = {} if inline is None else {"default": (inline, path)}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = (path.read_text(), path)
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(), source=str(path))
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {each["name"]: each["template"] for each in source}.get("default")
-    return ChatTemplate(source, source=str(folder / "tokenizer_config.json"))
+        found["default"] = (path.read_text(), path)
+    return found

@@ -142,6 +142,31 @@ def test_templates_by_name_in_the_settings(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([]) == [0]
 
 
+def test_a_template_of_the_users_choice(tmp_path: Path) -> None:
+    """Three words of the vocabulary, each the whole of one template."""
+    settings = json.dumps({"chat_template": [{"name": "tool_use", "template": "b"}]})
+    small(tmp_path, config=settings, template="a")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("<s>")
+    own = tmp_path / "own.jinja"
+    own.write_text("</s>")
+    expected = {None: 0, "default": 0, "tool_use": 1, "rag": 2, str(own): 3}
+    for chosen, token in expected.items():
+        assert Tokenizer(tmp_path, chosen).apply_chat_template([]) == [token]
+    for chosen, message in {
+        "tools": r"chat template tools: no such file, nor one .* \(tool_use, rag, default\)",
+        str(tmp_path): "no such file",
+    }.items():
+        with pytest.raises(ModelError, match=message):
+            Tokenizer(tmp_path, chosen)
+    own.write_text("{% for %}")
+    with pytest.raises(ModelError, match=r"own\.jinja: chat template: Expected"):
+        Tokenizer(tmp_path, str(own))
+    own.write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat template .*own\.jinja: .* can't decode"):
+        Tokenizer(tmp_path, str(own))
+
+
 def test_no_template(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="no chat template"):
         small(tmp_path).apply_chat_template([])
