@@ -7,16 +7,14 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
 
-from pd_cluster import registry
+from pd_cluster import operations, registry
 from pd_cluster.bench import runner
 from pd_cluster.bench.runner import BenchName
 from pd_cluster.config import Config, load_config
@@ -98,6 +96,12 @@ def serve(
         str | None,
         typer.Option(help="An existing Ray cluster; else one is started.", rich_help_panel=CLUSTER),
     ] = None,
+    gateways: Annotated[
+        int | None, typer.Option(help="HTTP servers, on successive ports.", rich_help_panel=CLUSTER)
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Serve in the background.", rich_help_panel=CLUSTER)
+    ] = False,
 ) -> None:
     """Start a cluster and serve until Ctrl-C, which stops all that was started."""
     overrides: dict[str, Any] = {
@@ -120,15 +124,31 @@ def serve(
         "prefill": prefill,
         "decode": decode,
         "cluster_name": cluster_name,
+        "gateways": gateways,
     }
     settings = load_config(config, set_, overrides)
-    running = registry.find(settings.cluster_name)
-    if running is not None:
+    known = registry.find(settings.cluster_name)
+    if known is not None and known.is_served:
         raise StartError(
-            f"cluster {running.cluster_name!r} is served already at {running.url} (process"
-            f" {running.pid}); choose another --cluster-name and --port"
+            f"cluster {known.cluster_name!r} is served already at {known.url} (process"
+            f" {known.server.pid}); choose another --cluster-name and --port"
         )
-    _serve(settings, address)
+    if known is not None and known.leftovers():
+        operations.take_down(settings.cluster_name, timeout_s=10)
+    if not detach:
+        _serve(settings, address)
+        return
+    # The command line as it was given, for a process of its own.
+    arguments = [each for each in sys.argv[2:] if each != "--detach"]
+    with console.status("starting"):
+        started = operations.start_detached(
+            arguments, settings.cluster_name, settings.timeouts.start_s + 300
+        )
+    console.print(
+        f"pd-cluster serves at {started.url} in the background; its log is"
+        f" {registry.log_path(settings.cluster_name)}; `pd-cluster down` ends it",
+        soft_wrap=True,
+    )
 
 
 def _serve(config: Config, address: str | None) -> None:
@@ -146,7 +166,7 @@ def _serve(config: Config, address: str | None) -> None:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        registry.announce(config.cluster_name, server.url)
+        registry.announce(config.cluster_name, server.cluster.urls, address)
         for line in server.describe():
             console.print(line)
         # The last line says that it is ready: scripts wait for it.
@@ -164,24 +184,22 @@ def _serve(config: Config, address: str | None) -> None:
 def status(
     cluster_name: ClusterName = "pd",
     as_json: Annotated[bool, typer.Option("--json", help="Print what the server says.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
 ) -> None:
     """Show the workers of a running cluster, their pages and hit rates."""
-    info = _server_info(_running(cluster_name))
+    known = operations.served(cluster_name)
+    info = operations.server_info(known)
     if as_json:
         print(json.dumps(info, indent=2))
         return
-    table = Table(title=f"{cluster_name}: {info['model']} at {info['url']}")
-    columns = ("worker", "running", "waiting", "free", "evictable", "protected", "in flight")
-    for column in (*columns, "hit rate"):
-        table.add_column(column, justify="left" if column == "worker" else "right")
-    for worker in info["workers"]:
-        queries, hits = worker["cache_queries"], worker["cache_hits"]
-        table.add_row(
-            f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
-            *(str(worker[column.replace(" ", "_")]) for column in columns[1:]),
-            f"{hits / queries:.1%}" if queries else "-",
-        )
-    Console().print(table)
+    if not watch:
+        Console().print(operations.status_table(cluster_name, info))
+        return
+    with Live(operations.status_table(cluster_name, info), console=Console()) as live:
+        while True:
+            time.sleep(1)
+            info = operations.server_info(known)
+            live.update(operations.status_table(cluster_name, info))
 
 
 @app.command()
@@ -189,17 +207,27 @@ def down(
     cluster_name: ClusterName = "pd",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 60.0,
 ) -> None:
-    """Stop a running cluster: as Ctrl-C in its terminal."""
-    running = _running(cluster_name)
-    process = psutil.Process(running.pid)
-    process.terminate()
-    try:
-        process.wait(timeout)
-    except psutil.TimeoutExpired:
-        raise StartError(
-            f"process {running.pid} still runs after {timeout:g} s; its streams may need longer"
-        ) from None
-    console.print(f"cluster {cluster_name!r} is down")
+    """Stop a running cluster, as Ctrl-C in its terminal; or remove what a killed one left."""
+    console.print(operations.take_down(cluster_name, timeout), soft_wrap=True)
+
+
+@app.command()
+def chat(
+    cluster_name: ClusterName = "pd",
+    url: Annotated[str | None, typer.Option(help="A server's address, instead.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PD_API_KEY", help="Bearer key.")] = None,
+) -> None:
+    """Talk to the model; each turn shows its cached tokens, first-token time and speed."""
+    from pd_cluster.chat import Chat, open_chat, talk
+
+    address = url or operations.served(cluster_name).url
+    conversation: Chat = open_chat(
+        address, system=system, temperature=temperature, max_tokens=max_tokens, api_key=api_key
+    )
+    talk(conversation, Console(highlight=False))
 
 
 @app.command()
@@ -302,24 +330,6 @@ def model_list() -> None:
             print(path)
 
 
-def _running(cluster_name: str) -> registry.RunningCluster:
-    running = registry.find(cluster_name)
-    if running is None:
-        raise StartError(f"no cluster {cluster_name!r} is running")
-    return running
-
-
-def _server_info(running: registry.RunningCluster) -> dict[str, Any]:
-    try:
-        with urllib.request.urlopen(f"{running.url}/server_info", timeout=15) as response:
-            info: dict[str, Any] = json.load(response)
-    except OSError as error:
-        raise StartError(f"{running.url} does not answer: {error}") from error
-    except ValueError as error:
-        raise StartError(f"{running.url} does not answer as pd-cluster does: {error}") from error
-    return {"url": running.url, "pid": running.pid, **info}
-
-
 def _json(option: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
@@ -345,5 +355,4 @@ def main() -> None:
         console.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        time.sleep(0)
         sys.exit(130)

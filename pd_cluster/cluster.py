@@ -7,7 +7,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,6 @@ from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
 
 logger = logging.getLogger(__name__)
 
-GATEWAY = "gateway-0"
 # Ray's store holds none of our pages: only its own small things.
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 REACHABLE_S = 5.0
@@ -71,12 +71,39 @@ def _check_reachable(address: str) -> None:
         raise StartError(f"no Ray at {address}: {error}") from error
 
 
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A connection to an existing Ray cluster. Raises StartError where there is none."""
+    init_ray(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def kill_actors(cluster_name: str) -> int:
+    """Ends all actors of that cluster, whoever started them; how many there were."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    prefix = actor_name(cluster_name, "")
+    names = [
+        each["name"]
+        for each in named
+        if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)
+    ]
+    for name in names:
+        try:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        except (ValueError, RayError) as error:
+            logger.warning("%s: %s", name, error)
+    return len(names)
+
+
 class Cluster:
     """The actors that one `serve` started."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.url = ""
+        self.urls: list[str] = []
         self.actors: dict[str, Any] = {}
 
     @classmethod
@@ -116,11 +143,16 @@ class Cluster:
                 name = f"{role}-{index}"
                 self._launch(name, WorkerActor, WORKER_GROUPS, spec, name, role)
                 names.append(name)
-        self._launch(GATEWAY, GatewayActor, {}, spec, GATEWAY)
+        gateways = [f"gateway-{index}" for index in range(config.gateways)]
+        for name in gateways:
+            self._launch(name, GatewayActor, {}, spec, name)
         progress(f"loading the model in {len(names)} workers")
         for name in names:
             self._get(name, self.actors[name].ready.remote(), deadline)
-        self.url = self._get(GATEWAY, self.actors[GATEWAY].start.remote(), deadline)
+        for index, name in enumerate(gateways):
+            # Each has a port of its own: the first one's, the next, and so on.
+            port = config.port + index if config.port else 0
+            self.urls.append(self._get(name, self.actors[name].start.remote(port), deadline))
         progress("waiting for the workers to register")
         coordinator = self.actors[COORDINATOR]
         while True:
@@ -134,12 +166,13 @@ class Cluster:
 
     def stop(self, *, grace: bool = True) -> None:
         """Lets running streams finish for a while, then ends every actor. Never raises."""
-        if grace and GATEWAY in self.actors:
+        gateways = [actor for name, actor in self.actors.items() if name.startswith("gateway-")]
+        if grace and gateways:
             wait_s = self.config.timeouts.shutdown_s + 10
             try:
-                ray.get(self.actors[GATEWAY].stop.remote(), timeout=wait_s)
+                ray.get([actor.stop.remote() for actor in gateways], timeout=wait_s)
             except (RayError, GetTimeoutError) as error:
-                logger.warning("the gateway did not stop by itself: %s", error)
+                logger.warning("the gateways did not stop by themselves: %s", error)
         for name, actor in self.actors.items():
             try:
                 ray.kill(actor)

@@ -54,6 +54,7 @@ class Config(_Section):
 
     prefill: int = Field(1, ge=1, le=64, description="prefill workers")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
+    gateways: int = Field(1, ge=1, le=64, description="HTTP servers, on successive ports")
     threads: int | None = Field(None, ge=1, description="per worker; all cores by default")
 
     page_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1
@@ -69,9 +70,9 @@ class Config(_Section):
         ge=1,
         description="prompt tokens that decode computes beside a step of running sequences",
     )
-    placement: Literal[
-        "cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"
-    ] = "least_loaded"
+    placement: Literal["cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"] = (
+        "least_loaded"
+    )
     max_running_requests: int = Field(64, ge=1, description="sequences of a decode worker")
     max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
     max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")

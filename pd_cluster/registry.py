@@ -1,30 +1,60 @@
-"""What this user's clusters are and where: a small file for each that `serve` keeps while it
-runs.
+"""What this user's clusters are and where: a small file for each, written by `serve`.
+
+The file outlives a `serve` that was killed, so that `status` can show and `down` can remove what is
+left of it: processes by their ids and start times, actors in a shared Ray by its address.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import psutil
 
 
-class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A `serve` process. `started` tells it from a later process with the same id."""
+class Process(msgspec.Struct, frozen=True):
+    """A process; its start (seconds since the epoch) tells it from a later one with the same id."""
 
-    cluster_name: str
     pid: int
     started: float
-    url: str
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Process:
+        return cls(process.pid, process.create_time())
+
+    def find(self) -> psutil.Process | None:
+        """The process, while it lives."""
+        try:
+            found = psutil.Process(self.pid)
+            same = found.create_time() == self.started
+            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+class KnownCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster that was started; `ray_address` is None where it has a Ray of its own."""
+
+    cluster_name: str
+    server: Process
+    urls: list[str]
+    ray_address: str | None = None
+    processes: list[Process] = []
 
     @property
-    def alive(self) -> bool:
-        try:
-            return psutil.Process(self.pid).create_time() == self.started
-        except psutil.Error:
-            return False
+    def url(self) -> str:
+        return self.urls[0]
+
+    @property
+    def is_served(self) -> bool:
+        return self.server.find() is not None
+
+    def leftovers(self) -> list[psutil.Process]:
+        """Processes of a cluster whose `serve` is gone."""
+        found = [process.find() for process in self.processes]
+        return [process for process in found if process is not None]
 
 
 def state_dir() -> Path:
@@ -35,15 +65,25 @@ def state_dir() -> Path:
     return Path(base) / "pd-cluster"
 
 
-def announce(cluster_name: str, url: str) -> None:
-    """Writes down that this process serves a cluster."""
-    pid = os.getpid()
-    started = psutil.Process(pid).create_time()
-    running = RunningCluster(cluster_name=cluster_name, pid=pid, started=started, url=url)
+def log_path(cluster_name: str) -> Path:
+    """Where a detached `serve` writes what it would have printed."""
+    return state_dir() / f"{cluster_name}.log"
+
+
+def announce(cluster_name: str, urls: list[str], ray_address: str | None) -> None:
+    """Writes down that this process serves a cluster, and the processes below it."""
+    me = psutil.Process()
+    known = KnownCluster(
+        cluster_name=cluster_name,
+        server=Process.of(me),
+        urls=urls,
+        ray_address=ray_address,
+        processes=_describe(me.children(recursive=True)),
+    )
     path = _path(cluster_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{pid}")
-    scratch.write_bytes(msgspec.json.encode(running))
+    scratch = path.with_suffix(f".{me.pid}")
+    scratch.write_bytes(msgspec.json.encode(known))
     scratch.replace(path)
 
 
@@ -52,16 +92,32 @@ def withdraw(cluster_name: str) -> None:
     _path(cluster_name).unlink(missing_ok=True)
 
 
-def find(cluster_name: str) -> RunningCluster | None:
-    """The cluster of that name, if its `serve` still runs; a stale file is removed."""
+def find(cluster_name: str) -> KnownCluster | None:
+    """What is known of the cluster of that name, served or left behind; None if nothing."""
+    return _read(_path(cluster_name))
+
+
+def find_all() -> list[KnownCluster]:
+    folder = state_dir()
+    found = [_read(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    return [known for known in found if known is not None]
+
+
+def _describe(processes: Iterable[psutil.Process]) -> list[Process]:
+    described = []
+    for process in processes:
+        try:
+            described.append(Process.of(process))
+        except psutil.Error:
+            continue  # gone meanwhile
+    return described
+
+
+def _read(path: Path) -> KnownCluster | None:
     try:
-        running = msgspec.json.decode(_path(cluster_name).read_bytes(), type=RunningCluster)
+        return msgspec.json.decode(path.read_bytes(), type=KnownCluster)
     except (OSError, msgspec.MsgspecError):
         return None
-    if running.alive:
-        return running
-    withdraw(cluster_name)
-    return None
 
 
 def _path(cluster_name: str) -> Path:

@@ -49,7 +49,8 @@ class Server:
             raise ConfigError(f"config key 'radix_eviction_policy_config': {error}") from error
         if address is None:
             # Before the slow part: is the port free?
-            bind(config.host, config.port).close()
+            for index in range(config.gateways if config.port else 0):
+                bind(config.host, config.port + index).close()
         progress("fetching the model")
         folder = resolve_model(config.model)
         model = check_model(folder)
@@ -72,7 +73,8 @@ class Server:
 
     @property
     def url(self) -> str:
-        return self.cluster.url
+        """Of the first gateway."""
+        return self.cluster.urls[0]
 
     def describe(self) -> list[str]:
         """What was chosen, for the person who started it."""

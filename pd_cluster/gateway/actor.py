@@ -156,14 +156,14 @@ class GatewayActor:
         self._serving: asyncio.Task[None] | None = None
         self._driver: Driver | None = None
 
-    async def start(self) -> str:
-        """Binds the port and serves; the URL. Raises StartError where the port is taken."""
+    async def start(self, port: int) -> str:
+        """Binds the port (0: any) and serves; the URL. Raises StartError where the port is taken."""
         config = self.config
         link = RayLink(Peers(config.cluster_name), asyncio.get_running_loop())
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)
         link.driver = driver
         app = create_app(RayBackend(driver, link), self.tokenizer, self.model, config, self.metrics)
-        listener = bind(config.host, config.port)
+        listener = bind(config.host, port)
         settings = uvicorn.Config(
             app,
             log_config=None,

@@ -181,7 +181,7 @@ def test_no_cluster_is_running(run: Run, command: list[str]) -> None:
 
 
 def test_a_name_is_served_once(run: Run) -> None:
-    registry.announce("mine", "http://127.0.0.1:9")
+    registry.announce("mine", ["http://127.0.0.1:9"], None)
     outcome = run("serve", "--cluster-name", "mine")
     assert outcome.code == 2
     assert "'mine' is served already at http://127.0.0.1:9" in outcome.error
@@ -191,7 +191,7 @@ def test_a_name_is_served_once(run: Run) -> None:
 def test_status_of_a_server_that_does_not_answer(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    registry.announce("mine", url)
+    registry.announce("mine", [url], None)
     outcome = run("status", "--cluster-name", "mine")
     assert outcome.code == 2
     assert f"{url} does not answer" in outcome.error
@@ -208,7 +208,7 @@ def test_a_broken_server_gives_no_traceback(run: Run, monkeypatch: pytest.Monkey
             return b"<html>not ours</html>"
 
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Reply())
-    registry.announce("mine", "http://127.0.0.1:9")
+    registry.announce("mine", ["http://127.0.0.1:9"], None)
     outcome = run("status", "--cluster-name", "mine")
     assert outcome.code == 2
     assert "http://127.0.0.1:9 does not answer as pd-cluster does" in outcome.error

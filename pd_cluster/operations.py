@@ -1,0 +1,152 @@
+"""What an operator does from a terminal with clusters that run: see them, start and end them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+import psutil
+from rich import box
+from rich.table import Table
+
+from pd_cluster import registry
+from pd_cluster.errors import StartError
+from pd_cluster.registry import KnownCluster
+
+# A question to a server is answered within this time (seconds), or the server is not well.
+QUESTION_S = 15.0
+
+
+def served(cluster_name: str) -> KnownCluster:
+    """The running cluster of that name. Raises StartError where there is none."""
+    known = registry.find(cluster_name)
+    if known is None:
+        others = ", ".join(each.cluster_name for each in registry.find_all())
+        known_here = f"; known here: {others}" if others else ""
+        raise StartError(f"no cluster {cluster_name!r} is running{known_here}")
+    if not known.is_served:
+        raise StartError(
+            f"the `serve` of cluster {cluster_name!r} (process {known.server.pid}) was killed;"
+            f" {describe_leftovers(known)}; `pd-cluster down --cluster-name {cluster_name}`"
+            " removes what is left"
+        )
+    return known
+
+
+def describe_leftovers(known: KnownCluster) -> str:
+    count = len(known.leftovers())
+    if known.ray_address is not None:
+        return f"its actors may still run in the Ray at {known.ray_address}"
+    return f"{count} of its processes still run" if count else "none of its processes runs any more"
+
+
+def server_info(known: KnownCluster) -> dict[str, Any]:
+    """What the first gateway says. Raises StartError where it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{known.url}/server_info", timeout=QUESTION_S) as response:
+            info: dict[str, Any] = json.load(response)
+    except OSError as error:
+        raise StartError(f"{known.url} does not answer: {error}") from error
+    except ValueError as error:
+        raise StartError(f"{known.url} does not answer as pd-cluster does: {error}") from error
+    return {"url": known.url, "urls": known.urls, "pid": known.server.pid, **info}
+
+
+def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
+    """The workers, their requests, their pages by state (in tokens) and their hit rates."""
+    title = f"{cluster_name}: {info['model']} at {', '.join(info['urls'])}"
+    table = Table(title=title, box=box.SIMPLE)
+    columns = ("running", "waiting", "free", "evictable", "protected", "private", "in flight")
+    # A worker's name is never cut short, however narrow the terminal.
+    table.add_column("worker", no_wrap=True)
+    for column in (*columns, "hit rate"):
+        table.add_column(column, justify="right")
+    for worker in info["workers"]:
+        queries, hits = worker["cache_queries"], worker["cache_hits"]
+        table.add_row(
+            f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
+            *(str(worker[column.replace(" ", "_")]) for column in columns),
+            f"{hits / queries:.1%}" if queries else "-",
+        )
+    coordinator = info.get("coordinator")
+    if coordinator:
+        table.caption = f"{coordinator['running']} placed, {coordinator['waiting']} waiting"
+    return table
+
+
+def start_detached(arguments: list[str], cluster_name: str, timeout_s: float) -> KnownCluster:
+    """Runs `pd-cluster serve` with these arguments in the background, and waits until it is ready.
+
+    Raises StartError, with the end of its log, where it does not come up.
+    """
+    log = registry.log_path(cluster_name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pd_cluster", "serve", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        known = registry.find(cluster_name)
+        if known is not None and known.server.pid == process.pid:
+            return known
+        if process.poll() is not None:
+            tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise StartError(f"it ended with code {process.returncode}: {' '.join(tail)}")
+        time.sleep(0.1)
+    process.terminate()
+    raise StartError(f"not ready within {timeout_s:g} s; its log is {log}")
+
+
+def take_down(cluster_name: str, timeout_s: float) -> str:
+    """Ends a cluster, or what a killed `serve` left of it; a sentence that says what was done.
+
+    Raises StartError where there is nothing to end, or it does not end in time.
+    """
+    known = registry.find(cluster_name)
+    if known is None:
+        served(cluster_name)  # says what there is
+        raise AssertionError
+    process = known.server.find()
+    if process is not None:
+        process.terminate()
+        try:
+            process.wait(timeout_s)
+        except psutil.TimeoutExpired:
+            raise StartError(
+                f"process {process.pid} still runs after {timeout_s:g} s; its streams may need"
+                " longer"
+            ) from None
+        return f"cluster {cluster_name!r} is down"
+    removed = len(_end(known.leftovers(), timeout_s))
+    actors = 0
+    if known.ray_address is not None:
+        from pd_cluster.cluster import connected, kill_actors
+
+        with connected(known.ray_address):
+            actors = kill_actors(cluster_name)
+    registry.withdraw(cluster_name)
+    return (
+        f"removed what was left of cluster {cluster_name!r}: {removed} processes, {actors} actors"
+    )
+
+
+def _end(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Terminates processes, and kills those that do not go."""
+    for signal in ("terminate", "kill"):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, signal)()
+        _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+        if not alive:
+            break
+    return processes
