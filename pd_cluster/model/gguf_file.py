@@ -9,10 +9,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model import gguf_tokenizer
+from pd_cluster.model.rope_scaling import Rope
+from pd_kernels import rope_frequencies
 
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -24,6 +27,8 @@ _LAYER_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -31,11 +36,17 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
-_CONTROL_TOKEN, _USER_TOKEN = 3, 4
+# llama.cpp's names of architectures, and transformers' classes of theirs.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GGUFFile:
-    """A Llama model in llama.cpp's format. ModelError for what is unreadable or unsupported."""
+    """A model in llama.cpp's format. ModelError for what is unreadable or unsupported."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,71 +56,118 @@ class GGUFFile:
             raise ModelError(f"{path}: {error.strerror or error}") from error
         except (ValueError, IndexError, KeyError) as error:
             raise ModelError(f"{path}: not a readable GGUF file: {error}") from error
-        architecture = self._field("general.architecture")
-        if architecture != "llama":
-            raise ModelError(f"{path}: architecture {architecture} is not supported; use llama")
+        self._architecture: str = self._field("general.architecture")
+        if self._architecture not in _ARCHITECTURES:
+            allowed = ", ".join(_ARCHITECTURES)
+            raise ModelError(
+                f"{path}: architecture {self._architecture} is not supported; use {allowed}"
+            )
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def config(self) -> dict[str, Any]:
         """The model's configuration, as the fields of a Hugging Face config.json."""
-        scaling = self._field("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise ModelError(f"{self.path}: rope scaling {scaling!r} is not supported; use 'none'")
-        hidden_size = self._field("llama.embedding_length")
-        num_heads = self._field("llama.attention.head_count")
-        head_dim = self._field("llama.attention.key_length", hidden_size // num_heads)
-        rotated = self._field("llama.rope.dimension_count", head_dim)
+        hidden_size = self._setting("embedding_length")
+        num_heads = self._setting("attention.head_count")
+        head_dim = self._setting("attention.key_length", hidden_size // num_heads)
+        rotated = self._setting("rope.dimension_count", head_dim)
         if rotated != head_dim:
             raise ModelError(
                 f"{self.path}: rope over {rotated} of {head_dim} dimensions is not supported"
             )
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        if "token_embd.weight" not in tensors:
+        if "token_embd.weight" not in self._tensors:
             raise ModelError(f"{self.path}: tensor token_embd.weight is missing")
+        context = self._setting("context_length")
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": self._field("llama.block_count"),
+            "architectures": [_ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "num_hidden_layers": self._setting("block_count"),
             "hidden_size": hidden_size,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._field("llama.attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._setting("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
-            "intermediate_size": self._field("llama.feed_forward_length"),
-            "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-            "max_position_embeddings": self._field("llama.context_length"),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self._field("llama.rope.freq_base", 10000.0),
-            },
+            "intermediate_size": self._setting("feed_forward_length"),
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            # Within its window a model with one is as others are.
+            "max_position_embeddings": min(
+                context, self._setting("attention.sliding_window", context)
+            ),
+            "rope_parameters": self._rope(head_dim),
             "rms_norm_eps": self._rms_norm_eps(),
-            "tie_word_embeddings": "output.weight" not in tensors,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self._field("tokenizer.ggml.bos_token_id", None),
-            "eos_token_id": self._field("tokenizer.ggml.eos_token_id", None),
+            "eos_token_id": self._eos_token_ids(),
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
             "dtype": "bfloat16",
         }
 
+    def _eos_token_ids(self) -> int | list[int] | None:
+        """Of a chat model the end of a turn is often another than that of a text."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        found = [self._field(key, None) for key in keys]
+        ids = list(dict.fromkeys(index for index in found if index is not None))
+        return ids if len(ids) > 1 else ids[0] if ids else None
+
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        theta = self._setting("rope.freq_base", 10000.0)
+        if _ROPE_FACTORS in self._tensors:
+            return self._llama3_rope(head_dim, theta)
+        match self._setting("rope.scaling.type", "none"):
+            case "none":
+                return {"rope_type": "default", "rope_theta": theta}
+            case "linear":
+                factor = self._setting("rope.scaling.factor")
+                return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+            case other:
+                raise ModelError(
+                    f"{self.path}: rope scaling {other!r} is not supported; use none or linear"
+                )
+
+    def _llama3_rope(self, head_dim: int, theta: float) -> dict[str, Any]:
+        """Llama 3's scaling from the divisors of the frequencies, which alone are stored.
+
+        Meta's models differ in the largest of them only; ModelError where that does not explain
+        the others.
+        """
+        divisors = torch.from_numpy(np.array(self._tensors[_ROPE_FACTORS].data, dtype=np.float32))
+        rope = Rope(theta, "llama3", float(divisors.max()))
+        stored = rope_frequencies(head_dim, theta) / divisors
+        if not torch.allclose(stored, rope.frequencies(head_dim), rtol=1e-4, atol=0):
+            raise ModelError(f"{self.path}: {_ROPE_FACTORS} is not Llama 3's rope scaling")
+        return {
+            "rope_type": rope.kind,
+            "rope_theta": rope.theta,
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+
     def _rms_norm_eps(self) -> float:
         """Stored as float32, so 1e-5 reads as 9.999999747378752e-06: rounded to 6 digits."""
-        return float(f"{self._field('llama.attention.layer_norm_rms_epsilon'):.6g}")
+        return float(f"{self._setting('attention.layer_norm_rms_epsilon'):.6g}")
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, dequantised, by Hugging Face's name and in its order of dimensions."""
+        num_heads = self._setting("attention.head_count")
+        # Only of llama the converter rearranges the rows, for its other form of rope.
         heads = {
-            "attn_q": self._field("llama.attention.head_count"),
-            "attn_k": self._field("llama.attention.head_count_kv", None),
+            "attn_q": num_heads,
+            "attn_k": self._setting("attention.head_count_kv", num_heads),
         }
-        heads["attn_k"] = heads["attn_k"] or heads["attn_q"]
+        permuted = heads if self._architecture == "llama" else {}
         for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                continue  # in the config
             name = self._hugging_face_name(tensor.name)
             try:
                 values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
                 raise ModelError(f"{self.path}: tensor {tensor.name}: {error}") from error
-            num_heads = heads.get(tensor.name.split(".")[-2])
-            if num_heads is not None:
-                values = _unpermute(values, num_heads)
+            stem = tensor.name.split(".")[-2]
+            if stem in permuted:
+                values = _unpermute(values, permuted[stem])
             # A copy where nothing was dequantised: the reader's arrays are views of the file.
             yield name, torch.from_numpy(np.array(values, dtype=np.float32)).to(dtype)
 
@@ -119,86 +177,26 @@ class GGUFFile:
                 return f"{_TENSORS[stem]}.weight"
             case ["blk", index, stem, "weight"] if stem in _LAYER_TENSORS:
                 return f"model.layers.{index}.{_LAYER_TENSORS[stem]}.weight"
-        raise ModelError(f"{self.path}: tensor {name} is unknown to llama")
+            case ["blk", index, "attn_q" | "attn_k" | "attn_v" as stem, "bias"] if (
+                self._architecture == "qwen2"
+            ):
+                return f"model.layers.{index}.{_LAYER_TENSORS[stem]}.bias"
+        raise ModelError(f"{self.path}: tensor {name} is unknown to {self._architecture}")
 
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE tokenizer of the file's vocabulary and merges."""
-        kind = self._field("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise ModelError(
-                f"{self.path}: tokenizer {kind!r} cannot be read from GGUF; use 'gpt2', or a "
-                f"folder of safetensors with a tokenizer.json"
-            )
-        tokens: list[str] = self._field("tokenizer.ggml.tokens")
-        kinds: list[int] = self._field("tokenizer.ggml.token_type")
-        merges = [tuple(pair.split(" ", 1)) for pair in self._field("tokenizer.ggml.merges")]
-        vocabulary = {token: index for index, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-        tokenizer.pre_tokenizer = self._pre_tokenizer()
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(
-            [
-                AddedToken(token, special=True, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=True)
-                if kind == _CONTROL_TOKEN
-            ]
-        )
-        tokenizer.add_tokens(
-            [
-                AddedToken(token, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=True)
-                if kind == _USER_TOKEN
-            ]
-        )
-        if self._field("tokenizer.ggml.add_bos_token", False):
-            bos = tokens[self._field("tokenizer.ggml.bos_token_id")]
-            tokenizer.post_processor = _prepend(bos, vocabulary[bos])
-        return tokenizer
+        """Raises ModelError for a kind that is not supported."""
+        return gguf_tokenizer.read_tokenizer(self._field, str(self.path))
 
     def special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token, unk_token and pad_token, those that the file names."""
-        tokens: list[str] = self._field("tokenizer.ggml.tokens")
-        keys = {
-            "bos_token": "bos_token_id",
-            "eos_token": "eos_token_id",
-            "unk_token": "unknown_token_id",
-            "pad_token": "padding_token_id",
-        }
-        ids = {name: self._field(f"tokenizer.ggml.{key}", None) for name, key in keys.items()}
-        return {name: tokens[index] for name, index in ids.items() if index is not None}
+        return gguf_tokenizer.special_tokens(self._field)
 
     def chat_template(self) -> str | None:
         template: str | None = self._field("tokenizer.chat_template", None)
         return template
 
-    def _pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """How text is cut before the merges, by llama.cpp's name for it."""
-        match self._field("tokenizer.ggml.pre", "default"):
-            case "gpt-2":
-                return pre_tokenizers.ByteLevel(add_prefix_space=False)
-            case "smollm":
-                return pre_tokenizers.Sequence(
-                    [
-                        pre_tokenizers.Digits(individual_digits=True),
-                        pre_tokenizers.ByteLevel(add_prefix_space=False),
-                    ]
-                )
-            case "llama-bpe":
-                pattern = (
-                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-                )
-                return pre_tokenizers.Sequence(
-                    [
-                        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                    ]
-                )
-            case other:
-                raise ModelError(
-                    f"{self.path}: pre-tokenizer {other!r} is not supported; use gpt-2, smollm or "
-                    f"llama-bpe"
-                )
+    def _setting(self, key: str, *default: Any) -> Any:
+        return self._field(f"{self._architecture}.{key}", *default)
 
     def _field(self, key: str, *default: Any) -> Any:
         field = self._reader.get_field(key)
@@ -207,12 +205,6 @@ class GGUFFile:
         if not default:
             raise ModelError(f"{self.path}: metadata {key} is missing")
         return default[0]
-
-
-def _prepend(token: str, token_id: int) -> processors.PostProcessor:
-    return processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, token_id)]
-    )
 
 
 def _unpermute(values: Any, num_heads: int) -> Any:

@@ -11,6 +11,7 @@ import tokenizers
 from pd_cluster.errors import ModelError
 from pd_cluster.model.chat_template import ChatTemplate
 from pd_cluster.model.json_file import read_json
+from pd_cluster.model.token_bytes import token_bytes
 
 # What a tokenizer's decoder puts where bytes are not (or not yet) a character.
 _REPLACEMENT = "\ufffd"
@@ -54,6 +55,11 @@ class Tokenizer:
         eos = self._special.get("eos_token")
         token_id = None if eos is None else self._tokenizer.token_to_id(eos)
         return () if token_id is None else (token_id,)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, maybe part of a character only; empty for an id without one."""
+        spelling = self._tokenizer.id_to_token(token_id) or ""
+        return token_bytes(spelling, byte_level="ByteLevel" in str(self._tokenizer.decoder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -7,8 +7,6 @@ import threading
 import zipfile
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,8 +16,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model import store
 from pd_cluster.model.config import load_config
 from pd_cluster.model.store import resolve_model
-from pd_cluster.model.tokenizer import Tokenizer
-from pd_cluster.model.weights import Weights
+from tests.model.gguf_writer import write_gguf
 from tests.model.tiny import save_tiny
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -70,102 +67,8 @@ def known(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> s
     return package
 
 
-def write_gguf(
-    path: Path, tensors: dict[str, Tensor], architecture: str = "llama", pre: str = "smollm"
-) -> None:
-    """The model of `tensors` as llama.cpp's converter writes it."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(3)
-    writer.add_context_length(256)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(112)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    tokens = ["<|endoftext|>", "<s>", "</s>", "<pad>", *(f"<extra{i}>" for i in range(40))]
-    # The alphabet of byte-level tokenizers: printable bytes stand for themselves.
-    tokens += [chr(code) for code in range(33, 127)] + ["Ġ", "he", "Ġt"]
-    tokens += [f"<{index}>" for index in range(300 - len(tokens))]
-    kinds = [3] * 43 + [4] + [1] * (300 - 44)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(["h e", "Ġ t"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(3)
-    writer.add_add_bos_token(True)
-    writer.add_chat_template("{{ messages[0].content }}{{ eos_token }}")
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    for name, tensor in tensors.items():
-        stem = name.removesuffix(".weight")
-        values = tensor.numpy()
-        if stem.startswith("model.layers."):
-            _, _, layer, stem = stem.split(".", 3)
-            stem, prefix = names[stem], f"blk.{layer}."
-        else:
-            stem, prefix = names[stem], ""
-        if stem in ("attn_q", "attn_k"):
-            values = interleave(values)
-        writer.add_tensor(f"{prefix}{stem}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def interleave(values: np.ndarray) -> np.ndarray:
-    """Rows of each head (16 of them) as llama.cpp wants them: 0, 8, 1, 9, ..."""
-    order = [
-        head + half + pair
-        for head in range(0, len(values), 16)
-        for pair in range(8)
-        for half in (0, 8)
-    ]
-    return values[order]
-
-
 def left_over(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
-
-
-def test_a_gguf_file_converts_to_what_it_was_made_from(
-    gguf_file: Path, tensors: dict[str, Tensor], cache: Path
-) -> None:
-    folder = resolve_model(str(gguf_file))
-    assert folder.parent == cache
-    config = load_config(folder)
-    assert config == load_config(gguf_file.parent / "original")
-    Weights(folder, config, torch.float32)
-    converted = load_file(folder / "model.safetensors")
-    assert converted.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(converted[name], tensor.bfloat16()), name
-    tokenizer = Tokenizer(folder)
-    assert tokenizer.decode(tokenizer.encode("the <extra39></s>1 he")) == "the <extra39>1 he"
-    assert tokenizer.encode("he")[0] == config.bos_token_id
-    # A digit is cut off with the space before it left behind; "he" is one of two merges.
-    cut = [
-        tokenizer.decode([token]) for token in tokenizer.encode(" 12he", add_special_tokens=False)
-    ]
-    assert cut == [" ", "1", "2", "he"]
-    assert tokenizer.apply_chat_template([{"content": "t"}])[-1:] == [2]
-    assert resolve_model(str(gguf_file)) == folder
 
 
 def test_a_file_is_known_by_its_content(gguf_file: Path, tensors: dict[str, Tensor]) -> None:
@@ -294,31 +197,6 @@ def test_absent(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ModelError, match=message):
             resolve_model(name)
-
-
-def test_gguf_files_that_cannot_be_used(
-    tmp_path: Path, gguf_file: Path, tensors: dict[str, Tensor]
-) -> None:
-    def refuse(message: str) -> None:
-        with pytest.raises(ModelError, match=message) as caught:
-            resolve_model(str(gguf_file))
-        assert "\n" not in str(caught.value)
-
-    whole = gguf_file.read_bytes()
-    for size in (0, 10, 2000, len(whole) // 2):
-        gguf_file.write_bytes(whole[:size])
-        refuse("not a readable GGUF file")
-    write_gguf(gguf_file, tensors, pre="deepseek-llm")
-    refuse("pre-tokenizer 'deepseek-llm' is not supported; use gpt-2, smollm or llama-bpe")
-    write_gguf(gguf_file, tensors, architecture="qwen2")
-    refuse("architecture qwen2 is not supported; use llama")
-    embedding = tensors.pop("model.embed_tokens.weight")
-    write_gguf(gguf_file, tensors)
-    refuse(r"tensor token_embd\.weight is missing")
-    tensors["model.embed_tokens.weight"] = embedding
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
-    write_gguf(gguf_file, tensors)
-    refuse(r"tensor model\.layers\.1\.mlp\.up_proj\.weight \[112, 64\] is missing")
 
 
 @pytest.mark.slow
