@@ -48,6 +48,8 @@ def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
         options |= {
             "address": "local",
             "include_dashboard": False,
+            # Our actors ask for no CPU, and Ray keeps an idle worker ready for each that it has.
+            "num_cpus": 0,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": temp_dir,
         }

@@ -44,7 +44,7 @@ def run(url: str | None = None, *, repeats: int = 5) -> dict[str, float]:
     there already, did not have to move. Asks the server at `url`, else a cluster of its own with
     the embedded defaults. Raises StartError where there is no server or it refuses.
     """
-    with _server(url) as address:
+    with server(url) as address:
         firsts, seconds = [], []
         # The first pair warms up whatever is made at first use.
         for repeat in range(repeats + 1):
@@ -96,7 +96,7 @@ def _ask(url: str, prompt: list[int]) -> _Answered:
         },
     }
     start = time.perf_counter()
-    with _request(url, "POST", "/generate", json.dumps(body)) as response:
+    with request(url, "POST", "/generate", json.dumps(body)) as response:
         first_token_s = 0.0
         for line in response:
             if not line.startswith(b"data: {"):
@@ -112,7 +112,7 @@ def _ask(url: str, prompt: list[int]) -> _Answered:
 
 def _moved(url: str) -> tuple[int, int]:
     """Bytes that all workers have moved, and have not had to move, so far."""
-    with _request(url, "GET", "/server_info") as response:
+    with request(url, "GET", "/server_info") as response:
         workers = json.load(response)["workers"]
     names = ("transfer_bytes", "transfer_avoided_bytes")
     moved, avoided = (sum(worker[name] for worker in workers) for name in names)
@@ -120,7 +120,7 @@ def _moved(url: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _request(
+def request(
     url: str, method: str, path: str, body: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(url)
@@ -143,7 +143,8 @@ def _request(
 
 
 @contextmanager
-def _server(url: str | None) -> Iterator[str]:
+def server(url: str | None) -> Iterator[str]:
+    """The URL of a server: the one given, else of a cluster of its own with the defaults."""
     if url is not None:
         yield url
         return

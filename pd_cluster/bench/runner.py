@@ -20,6 +20,8 @@ class BenchName(StrEnum):
     TRANSFER = "transfer"
     CACHE = "cache"
     KERNELS = "kernels"
+    OVERHEAD = "overhead"
+    IDLE = "idle"
 
 
 def run(name: BenchName, url: str | None = None) -> dict[str, float]:
@@ -40,6 +42,14 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
             from pd_cluster.bench import layout
 
             return layout.run()
+        case BenchName.OVERHEAD:
+            from pd_cluster.bench import overhead
+
+            return overhead.run()
+        case BenchName.IDLE:
+            from pd_cluster.bench import idle
+
+            return idle.run()
         case BenchName.TRANSFER:
             from pd_transfer import bench as transfer
 
@@ -104,6 +114,8 @@ def unit_of(figure: str) -> str:
         return "ratio"
     if "bytes" in last.split("_"):
         return "bytes"
+    if last.endswith("percent"):
+        return "%"
     units = {"us": "us", "ms": "ms", "s": "s", "gbps": "GB/s"}
     return units.get(last.rpartition("_")[2], "")
 

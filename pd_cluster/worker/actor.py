@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_S = 0.25
+IDLE_S = 60.0
 POSTED = (
     StartAttempt,
     CancelAttempt,
@@ -212,7 +213,9 @@ class WorkerActor:
     def _steps(self) -> None:
         next_tick, busy = 0.0, False
         while not self._stopping.is_set():
-            for item in self._receive(wait_s=0.0 if busy else TICK_S):
+            # With nothing to do there are no deadlines: sleep until there is mail.
+            idle_s = IDLE_S if self.scheduler.idle else TICK_S
+            for item in self._receive(wait_s=0.0 if busy else idle_s):
                 self._take(item)
             now = time.monotonic()
             if now >= next_tick:
