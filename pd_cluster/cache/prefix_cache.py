@@ -144,13 +144,16 @@ class PrefixCache:
         Whole leaves go, so more may become free. Returns how many did.
         """
         victims: list[Node] = []
+        parents: list[Node] = []
         freed = 0
         while freed < num_pages and len(self.tree.queue):
-            node = self.tree.evict()
+            node, parent = self.tree.evict()
             victims.append(node)
+            parents.append(parent)
             freed += self.pool.count_idle(node.pages)
         if not victims:
             return 0
+        self._evicting(victims, parents, now)
         pages = _pages_of(victims)
         self._evicted += pages.size * self.page_size
         self._idle_before_eviction = now - victims[-1].last_access
@@ -166,13 +169,15 @@ class PrefixCache:
         *,
         now: float,
         priority: int = 0,
+        hits: int = 0,
     ) -> Published:
         """Put the full pages of `tokens` (int32) into the tree; their KV must be written.
 
         `pages` is the sequence's page table: the matched pages first, then its own private ones,
         at least one for each full page. Where the tree already has another page for a position
         the sequence's own is released: the table that is returned must replace the old one before
-        the next `allocate`. Locks nothing: the caller moves its lock to the returned node.
+        the next `allocate`. Locks nothing: the caller moves its lock to the returned node. `hits`
+        is what a new node was hit before, while it was cached elsewhere.
         """
         if not self.enabled:
             return Published(0, pages, self.tree.root, _NO_PAGES)
@@ -197,7 +202,9 @@ class PrefixCache:
             self.pool.publish(fresh)
             rest = tokens[length : num_full * self.page_size]
             parent = node
-            node = self.tree.insert(parent, rest, fresh, namespace, now=now, priority=priority)
+            node = self.tree.insert(
+                parent, rest, fresh, namespace, now=now, priority=priority, hits=hits
+            )
             if self._record_events:
                 self._events.append(_stored(node, parent, namespace))
         return Published(num_full * self.page_size, table, node, duplicates)
@@ -274,6 +281,9 @@ class PrefixCache:
             (protected if node.lock_ref else evictable).append(node.pages)
         for held, states in zip((protected, evictable), self.pool.tree_pages(), strict=True):
             assert np.array_equal(np.sort(np.concatenate(held)), states)
+
+    def _evicting(self, victims: list[Node], parents: list[Node], now: float) -> None:
+        """Leaves have left the tree, children before parents; their pages are not yet free."""
 
     def _protect(self, locked: list[Node]) -> None:
         if locked:

@@ -98,6 +98,7 @@ class RadixTree:
         *,
         now: float,
         priority: int,
+        hits: int = 0,
     ) -> Node:
         """A new leaf under `parent`, which has no child that begins with the same page.
 
@@ -111,6 +112,7 @@ class RadixTree:
         node = Node(
             key, tokens.copy(), pages.copy(), parent, now=now, tick=self._tick, priority=priority
         )
+        node.hit_count = hits
         parent.children[key] = node
         self.num_nodes += 1
         self.queue.withdraw(parent)
@@ -152,8 +154,11 @@ class RadixTree:
             self._locks -= 1
         return locked
 
-    def evict(self) -> Node:
-        """Take out the next unlocked leaf; there must be one. Its tokens and pages stay."""
+    def evict(self) -> tuple[Node, Node]:
+        """Take out the next unlocked leaf; there must be one. Its tokens and pages stay.
+
+        Returns it and the node that was its parent.
+        """
         node = self.queue.pop()
         parent = node.parent
         assert parent is not None
@@ -162,7 +167,7 @@ class RadixTree:
         self.num_nodes -= 1
         if not parent.children and not parent.lock_ref and parent is not self.root:
             self.queue.offer(parent)
-        return node
+        return node, parent
 
     def drop_unlocked(self) -> list[Node]:
         """Take out every unlocked node."""
@@ -189,7 +194,11 @@ class RadixTree:
         """The namespace of a node that is in the tree."""
         while node.parent is not None and node.parent is not self.root:
             node = node.parent
-        prefix = node.key[: -self.page_size * 4]
+        return self.namespace_of(node)
+
+    def namespace_of(self, top: Node) -> str | None:
+        """The namespace of a node that is, or was, right below the root."""
+        prefix = top.key[: -self.page_size * 4]
         return prefix[1:].decode() if prefix else None
 
     def validate(self) -> None:

@@ -37,7 +37,7 @@ def array(*tokens: int) -> Tokens:
 def order(tree: RadixTree) -> list[int]:
     evicted = []
     while len(tree.queue):
-        evicted.append(int(tree.evict().tokens[0]))
+        evicted.append(int(tree.evict()[0].tokens[0]))
     tree.validate()
     return evicted
 
@@ -180,7 +180,7 @@ def test_each_victim_is_the_one_that_a_look_at_all_leaves_finds(policy: str) -> 
             expected = min(
                 leaves, key=lambda n: (tree.queue.policy.score(n), n.last_access, n.tick)
             )
-            assert tree.evict() is expected
+            assert tree.evict()[0] is expected
         if now % 50 == 0:
             tree.validate()
         if now == 3000:
