@@ -24,7 +24,7 @@ import pd_transfer as nixl
 from pd_transfer import bench
 from pd_transfer import metadata as wire_metadata
 from pd_transfer.handshake import Transcript, nonce
-from pd_transfer.messages import HEADER, Challenge, Hello, Notify, Post, decode, encode
+from pd_transfer.messages import HEADER, VERSION, Challenge, Hello, Notify, Post, decode, encode
 from pd_transfer.ucx import UcxOptions
 from tests.transfer.conftest import SECRET, World
 from tests.transfer.node import PAGE, Node, RemoteNode, eventually, rows
@@ -267,7 +267,7 @@ def test_garbage_closes_that_connection_only(later: Callable[[Any], Any]) -> Non
     world.meet()
     assert world.run(world.handle()) == "DONE"
     generation = world.t.agent._state.generation
-    hello = encode(Hello(1, "mallory", b"m" * 16, generation, nonce()))
+    hello = encode(Hello(VERSION, "mallory", b"m" * 16, generation, nonce()))
     wrong = Transcript(b"a guess")
     before = world.t.content()
     for frames in (
@@ -279,9 +279,9 @@ def test_garbage_closes_that_connection_only(later: Callable[[Any], Any]) -> Non
         _frame(secrets.token_bytes(500)),
         _frame(encode(Notify(b"let me in"))),
         _frame(encode(Post(1, 1, [1], b"", b"", 0, 0, b"let me in"))),
-        _frame(encode(Hello(1, "", b"m" * 16, generation, nonce()))),
+        _frame(encode(Hello(VERSION, "", b"m" * 16, generation, nonce()))),
         _frame(encode(Hello(99, "mallory", b"m" * 16, generation, nonce()))),
-        _frame(encode(Hello(1, "mallory", b"m" * 16, b"w" * 16, nonce()))),
+        _frame(encode(Hello(VERSION, "mallory", b"m" * 16, b"w" * 16, nonce()))),
         _frame(hello) + _frame(encode(Notify(b"let me in"))),
         _frame(hello) + _frame(encode(wrong.seal(b"dialer", Notify(b"let me in")))),
     ):
@@ -305,7 +305,7 @@ def test_a_reflected_proof_is_no_proof(later: Callable[[Any], Any]) -> None:
     generation = world.t.agent._state.generation
     with socket.create_connection(_address(world.t)) as sock:
         sock.settimeout(30)
-        sock.sendall(_frame(encode(Hello(1, "mallory", b"m" * 16, generation, nonce()))))
+        sock.sendall(_frame(encode(Hello(VERSION, "mallory", b"m" * 16, generation, nonce()))))
         (length,) = HEADER.unpack(sock.recv(HEADER.size, socket.MSG_WAITALL))
         body = sock.recv(length, socket.MSG_WAITALL)
         assert isinstance(decode(body), Challenge)

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
+from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.errors import (
     nixlBackendError,
@@ -14,7 +15,7 @@ from pd_transfer.errors import (
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
-from pd_transfer.handshake import Transport, best_transport, nonce
+from pd_transfer.handshake import Transport, nonce
 from pd_transfer.link import Endpoint, Link
 from pd_transfer.messages import (
     VERSION,
@@ -23,6 +24,7 @@ from pd_transfer.messages import (
     Done,
     Drained,
     Failed,
+    Granted,
     Hello,
     Identity,
     Message,
@@ -37,7 +39,9 @@ from pd_transfer.messages import (
     Stopped,
     refusal_code,
     unpack_runs,
+    unpack_sources,
 )
+from pd_transfer.regions import Vector
 from pd_transfer.runs import Runs
 from pd_transfer.wire import Receiving, Sending
 
@@ -53,13 +57,15 @@ class _Service:
     post: Post
     runs: Runs
     admitted: bool
-    job: Sending | Receiving | None = None
+    job: Sending | Receiving | Copy | None = None
 
 
 class AcceptedLink(Link):
     def __init__(self, owner: Endpoint, secret: bytes, sock: socket.socket) -> None:
         super().__init__(owner, secret)
         self._services: dict[int, _Service] = {}
+        self._best = Transport.NETWORK
+        self._identified: Identity | None = None
         self._expecting = self._hello
         self._timer = owner.loop.later(
             _HANDSHAKE_SECONDS, lambda: self._disconnected("handshake took too long")
@@ -92,8 +98,10 @@ class AcceptedLink(Link):
             raise ProtocolError("expected an identity")
         self.connection.trust()
         self._watch_process(identity)
-        best = best_transport(self.owner.transport, identity)
-        self.connection.send(self._transcript.seal(b"acceptor", self.owner.probe.identity(best)))
+        self._identified = identity
+        self._best = self._best_transport(identity)
+        own = self.owner.probe.identity(self._best)
+        self.connection.send(self._transcript.seal(b"acceptor", own))
         self._expecting = self._ready_to_connect
 
     def _ready_to_connect(self, message: Message, body: bytes) -> None:
@@ -104,14 +112,17 @@ class AcceptedLink(Link):
             transport = Transport(ready.transport)
         except ValueError as error:
             raise ProtocolError(f"transport {ready.transport}") from error
-        wire = self._open_wire(transport)
+        if transport > self._best:
+            raise ProtocolError("a transport that was not offered")
+        assert self._identified is not None
+        address = self._open_data(transport, self._identified)
         try:
-            self._connect_wire(ready.worker, transport)
+            self._connect_data(ready.worker, transport)
         except nixlBackendError as error:
             self._refuse(error)
             return
         self._timer.cancel()
-        self.connection.send(self._transcript.seal(b"acceptor", Ready(transport, wire.address)))
+        self.connection.send(self._transcript.seal(b"acceptor", Ready(transport, address)))
         self._ready()
 
     def _opened(self, message: Message) -> Message:
@@ -138,8 +149,12 @@ class AcceptedLink(Link):
             case Stopped():
                 service = self._services.get(message.id)
                 # None where its end crossed with the abort.
-                if service is not None and isinstance(service.job, Receiving):
+                if service is None:
+                    return
+                if isinstance(service.job, Receiving):
                     self.wire.stop_receiving(service.job, message.sent)
+                elif isinstance(service.job, Copy):
+                    self._stop_copying(service, service.job)
             case Stop():
                 service = self._services.get(message.id)
                 if service is not None and isinstance(service.job, Sending):
@@ -162,7 +177,10 @@ class AcceptedLink(Link):
         except nixlNotFoundError as error:
             service.admitted = False
             self.connection.send(Failed(post.id, refusal_code(error), str(error)))
-        if post.operation == nixl_xfer_op_t.NIXL_READ:
+        if self._copier is not None:
+            if service.admitted:
+                self._begin_direct(service, addresses, lengths)
+        elif post.operation == nixl_xfer_op_t.NIXL_READ:
             if service.admitted:
                 service.job = Sending(post.id, addresses, lengths, lambda: None)
                 self._services[post.id] = service
@@ -178,14 +196,38 @@ class AcceptedLink(Link):
             self._services[post.id] = service
             self.wire.receive(service.job)
 
-    def _write_ended(self, service: _Service) -> None:
+    def _begin_direct(self, service: _Service, addresses: Vector, lengths: Vector) -> None:
+        assert self._copier is not None
+        post = service.post
+        self._services[post.id] = service
+        if post.operation == nixl_xfer_op_t.NIXL_READ:
+            self.connection.send(Granted(post.id))
+            return
+        service.job = Copy(
+            addresses,
+            unpack_sources(post),
+            lengths,
+            lambda error: self._write_ended(service, error),
+        )
+        self._copier.add(service.job)
+
+    def _stop_copying(self, service: _Service, job: Copy) -> None:
+        assert self._copier is not None
+        if self._copier.cancel(job):
+            del self._services[service.post.id]
+            self.owner.state.regions.release(service.post.regions)
+            self.connection.send(Drained(service.post.id))
+
+    def _write_ended(self, service: _Service, error: Exception | None = None) -> None:
         post, job = service.post, service.job
-        assert isinstance(job, Receiving)
         del self._services[post.id]
         if service.admitted:
             self.owner.state.regions.release(post.regions)
-        if job.discard:
+        if isinstance(job, Receiving) and job.discard:
             self.connection.send(Drained(post.id))
+            return
+        if error is not None:
+            self.connection.send(Failed(post.id, refusal_code(error), str(error)))
             return
         self.owner.state.served(nixl_xfer_op_t.NIXL_WRITE, service.runs, post.descriptors)
         if post.notification is not None:

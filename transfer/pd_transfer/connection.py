@@ -1,8 +1,9 @@
-"""One control connection: frames over a non-blocking TCP socket, in the loop's thread."""
+"""One control connection: frames over a non-blocking TCP socket."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -21,7 +22,10 @@ _READ: Final = 256 * 1024
 
 
 class Connection:
-    """Calls `received` for each message and `closed` once, with why."""
+    """Calls `received` for each message and `closed` once, with why.
+
+    In the loop's thread, but for `send`, which any may call.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Connection:
         self._out = bytearray()
         self._limit = STRANGER_FRAME
         self._waiting_to_write = False
+        self._lock = threading.Lock()
         self.open = True
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -56,17 +61,19 @@ class Connection:
     def send(self, message: Message) -> bytes:
         """Send now or when the socket takes it. Returns the encoded message."""
         body = encode(message)
-        if self.open:
-            self._out += HEADER.pack(len(body)) + body
-            self._flush()
+        with self._lock:
+            if self.open:
+                self._out += HEADER.pack(len(body)) + body
+                self._flush()
         return body
 
     def close(self) -> None:
         """Close without calling `closed`."""
-        if self.open:
-            self.open = False
-            self._loop.unwatch(self._sock.fileno())
-            self._sock.close()
+        with self._lock:
+            if self.open:
+                self.open = False
+                self._loop.unwatch(self._sock.fileno())
+                self._sock.close()
 
     def _fail(self, reason: str) -> None:
         if self.open:
@@ -74,11 +81,14 @@ class Connection:
             self._closed(reason)
 
     def _ready(self) -> None:
-        self._flush()
+        if self._waiting_to_write:
+            with self._lock:
+                self._flush()
         if self.open:
             self._read()
 
     def _flush(self) -> None:
+        """With the lock held."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]

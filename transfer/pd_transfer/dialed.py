@@ -8,6 +8,7 @@ import os
 import socket
 from dataclasses import dataclass
 
+from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.errors import (
     nixlBackendError,
@@ -15,7 +16,7 @@ from pd_transfer.errors import (
     nixlNotAllowedError,
     nixlRemoteDisconnectError,
 )
-from pd_transfer.handshake import Transport, best_transport, nonce
+from pd_transfer.handshake import Transport, nonce
 from pd_transfer.link import Endpoint, Link
 from pd_transfer.loop import Timer
 from pd_transfer.messages import (
@@ -25,6 +26,7 @@ from pd_transfer.messages import (
     Done,
     Drained,
     Failed,
+    Granted,
     Hello,
     Identity,
     Message,
@@ -37,6 +39,7 @@ from pd_transfer.messages import (
     Sealed,
     Stop,
     Stopped,
+    pack_addresses,
     pack_runs,
     refusal,
 )
@@ -47,11 +50,14 @@ from pd_transfer.wire import Receiving, Sending
 
 @dataclass(eq=False)
 class _Operation:
-    """A posted transfer. It ends when the peer has confirmed and UCX is done with our memory."""
+    """A posted transfer. It ends when the peer has confirmed and UCX is done with our memory.
+
+    `job` is None while a read waits to be granted, and for a write that the peer fetches itself.
+    """
 
     id: int
     transfer: Transfer
-    job: Sending | Receiving | None = None
+    job: Sending | Receiving | Copy | None = None
     stopping: bool = False
     refused: bool = False
     confirmed: bool = False
@@ -140,9 +146,8 @@ class DialedLink(Link):
             raise ProtocolError("expected an identity")
         self.connection.trust()
         self._watch_process(identity)
-        self._transport = best_transport(self.owner.transport, identity)
-        wire = self._open_wire(self._transport)
-        ready = Ready(self._transport, wire.address)
+        self._transport = self._best_transport(identity)
+        ready = Ready(self._transport, self._open_data(self._transport, identity))
         self.connection.send(self._transcript.seal(b"dialer", ready))
         self._expecting = self._ready_to_connect
 
@@ -154,17 +159,18 @@ class DialedLink(Link):
         if not isinstance(ready, Ready) or ready.transport != self._transport:
             raise ProtocolError("expected readiness")
         try:
-            self._connect_wire(ready.worker, self._transport)
+            self._connect_data(ready.worker, self._transport)
         except nixlBackendError as error:
             self.owner.lost(self, error)
             return
-        self._ready()
-        waiting, self._waiting = self._waiting, []
-        for item in waiting:
-            if isinstance(item, Notify):
-                self.connection.send(item)
-            else:
-                self._start(item)
+        with self._lock:  # what other threads send comes after what has been waiting
+            self._ready()
+            waiting, self._waiting = self._waiting, []
+            for item in waiting:
+                if isinstance(item, Notify):
+                    self.connection.send(item)
+                else:
+                    self._start(item)
         self._leave_if_done()
 
     def _opened(self, message: Message) -> Message:
@@ -183,6 +189,21 @@ class DialedLink(Link):
         self.owner.lost(self, nixlRemoteDisconnectError(f"{self.peer!r}: {reason}"))
 
     # What the agent asks.
+
+    def post_now(self, transfer: Transfer) -> bool:
+        """From any thread: post without the loop's help. False if only `submit` can."""
+        with self._lock:
+            if not self.open or self._leaving or self._copier is None:
+                return False
+            self._start(transfer)
+        return True
+
+    def notify_now(self, message: Notify) -> bool:
+        """From any thread. False if only `notify` can."""
+        with self._lock:
+            if self.open:
+                self.connection.send(message)
+            return self.open
 
     def submit(self, transfer: Transfer) -> None:
         if self.open:
@@ -207,12 +228,19 @@ class DialedLink(Link):
         operation.stopping = True
         if isinstance(operation.job, Sending):
             self._stop_sending(operation)
-        else:
+        elif isinstance(operation.job, Receiving):
             self.connection.send(Stop(operation.id))
+        elif transfer.operation == nixl_xfer_op_t.NIXL_WRITE:
+            self.connection.send(Stopped(operation.id, 0))
+        elif operation.job is not None:
+            assert self._copier is not None
+            self._copier.cancel(operation.job)
+            self._copied(operation, nixlCancelledError("aborted"))
 
     def leave(self) -> None:
         """Abort everything; close once nothing of it can land any more."""
-        self._leaving = True
+        with self._lock:
+            self._leaving = True
         for item in list(self._waiting):
             if not isinstance(item, Notify):
                 self.abort(item)
@@ -250,8 +278,11 @@ class DialedLink(Link):
                 uniform,
                 transfer.descriptors,
                 None if reading else transfer.notification,
+                b"" if reading or self._copier is None else pack_addresses(runs.local),
             )
         )
+        if self._copier is not None:
+            return
 
         def ended() -> None:
             self._job_ended(operation)
@@ -264,14 +295,21 @@ class DialedLink(Link):
             self.wire.send(operation.job)
 
     def _handle(self, message: Message) -> None:
-        if not isinstance(message, Done | Failed | Drained | Stopped):
+        if not isinstance(message, Done | Failed | Drained | Stopped | Granted):
             raise ProtocolError(f"unexpected {type(message).__name__}")
         operation = self._operations.get(message.id)
         if operation is None:
             if isinstance(message, Stopped):
                 return  # a read that completed while its abort was on the way
             raise ProtocolError("news of a transfer that is not there")
+        reading = operation.transfer.operation == nixl_xfer_op_t.NIXL_READ
+        of_writes = isinstance(message, Done | Drained)
+        if of_writes if reading else isinstance(message, Stopped | Granted):
+            raise ProtocolError("news of another kind of transfer")
         match message:
+            case Granted():
+                self._granted(operation)
+                return
             case Done():
                 operation.confirmed = True
             case Drained():
@@ -290,7 +328,28 @@ class DialedLink(Link):
                 return
         self._end_if_done(operation)
 
+    def _granted(self, operation: _Operation) -> None:
+        if self._copier is None or operation.job is not None:
+            raise ProtocolError("granted what was not asked for")
+        if operation.stopping:
+            self._copied(operation, nixlCancelledError("aborted"))
+            return
+        runs = operation.transfer.runs
+        operation.job = Copy(
+            runs.local, runs.remote, runs.lengths, lambda error: self._copied(operation, error)
+        )
+        self._copier.add(operation.job)
+
+    def _copied(self, operation: _Operation, error: Exception | None) -> None:
+        operation.confirmed = True
+        operation.error = error
+        self._end_if_done(operation)
+
     def _failed(self, operation: _Operation) -> None:
+        if self._copier is not None:
+            operation.confirmed = True
+            self._end_if_done(operation)
+            return
         if isinstance(operation.job, Receiving):
             self.wire.stop_receiving(operation.job, 0)
         elif not operation.stopping:
@@ -309,12 +368,12 @@ class DialedLink(Link):
 
     def _end_if_done(self, operation: _Operation) -> None:
         job = operation.job
-        assert job is not None
         if not operation.confirmed or (isinstance(job, Sending) and not job.idle):
             return
         del self._operations[operation.id]
         del self._by_transfer[operation.transfer]
-        if isinstance(job, Receiving) and not operation.refused:
+        reading = operation.transfer.operation == nixl_xfer_op_t.NIXL_READ
+        if reading and not operation.refused:
             completed = operation.error is None
             notification = operation.transfer.notification if completed else None
             self.connection.send(ReadEnded(operation.id, completed, notification))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 from ucxx._lib import libucxx
 
 from pd_transfer.connection import Connection
+from pd_transfer.direct import Copier
 from pd_transfer.errors import nixlBackendError
-from pd_transfer.handshake import Probe, Transcript, Transport, host_id
+from pd_transfer.handshake import Probe, Transcript, Transport, best_transport, host_id
 from pd_transfer.loop import Loop
 from pd_transfer.messages import Identity, Message, ProtocolError
 from pd_transfer.state import State
@@ -44,6 +46,8 @@ class Endpoint(Protocol):
 
 
 class Link(ABC):
+    """In the loop's thread, but for what says otherwise."""
+
     def __init__(self, owner: Endpoint, secret: bytes) -> None:
         self.owner = owner
         self.peer = ""
@@ -53,8 +57,12 @@ class Link(ABC):
         self._transcript = Transcript(secret)
         self._expecting: Callable[[Message, bytes], None] = self._unexpected
         self._connection: Connection | None = None
+        # Data moves by one of these.
         self._wire: Wire | None = None
+        self._copier: Copier | None = None
         self._pidfd = -1
+        # Between the loop's thread and those that post by themselves: open, closed, leaving.
+        self._lock = threading.RLock()
 
     @property
     def wire(self) -> Wire:
@@ -73,9 +81,12 @@ class Link(ABC):
         """Nothing of this link lands or leaves after this; what was under way ends with `error`."""
         if self.closed:
             return
-        self.closed, self.open = True, False
+        with self._lock:
+            self.closed, self.open = True, False
         if self._wire is not None:
             self._wire.destroy()
+        if self._copier is not None:
+            self._copier.destroy()
         if self._pidfd >= 0:
             self.owner.loop.unwatch(self._pidfd)
             os.close(self._pidfd)
@@ -98,11 +109,23 @@ class Link(ABC):
     @abstractmethod
     def _disconnected(self, reason: str) -> None: ...
 
-    def _open_wire(self, transport: Transport) -> Wire:
-        self._wire = Wire(self.owner.loop, self.owner.context(transport), self._disconnected)
-        return self._wire
+    def _best_transport(self, identity: Identity) -> Transport:
+        best = best_transport(self.owner.transport, identity)
+        if best == Transport.CROSS_MEMORY and self._pidfd < 0 and identity.pid != os.getpid():
+            return Transport.SHARED_MEMORY  # nothing would tell another process of its number
+        return best
 
-    def _connect_wire(self, address: bytes, transport: Transport) -> None:
+    def _open_data(self, transport: Transport, identity: Identity) -> bytes:
+        """Prepare to move data. Returns the address of our end of it."""
+        if transport == Transport.CROSS_MEMORY:
+            self._copier = Copier(self.owner.loop, identity.pid, self._pidfd, self._disconnected)
+            return b""
+        self._wire = Wire(self.owner.loop, self.owner.context(transport), self._disconnected)
+        return self._wire.address
+
+    def _connect_data(self, address: bytes, transport: Transport) -> None:
+        if transport == Transport.CROSS_MEMORY:
+            return
         try:
             self.wire.connect(address, transport)
         except libucxx.UCXError as error:

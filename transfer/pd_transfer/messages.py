@@ -8,7 +8,7 @@ Sealed(Identity) ->                             handshake.py
 Sealed(Ready)    ->
                  <-                   Sealed(Ready)
 Post, Notify     ->                   then at any time
-                 <-                   Done | Failed
+                 <-                   Done | Failed | Granted (READ, CROSS_MEMORY)
 Stopped (WRITE)  ->                   the dialer sends no further message of this transfer
                  <-                   Drained: all that was sent has been taken or thrown away
 Stop (READ)      ->
@@ -32,7 +32,7 @@ from pd_transfer.errors import (
 )
 from pd_transfer.regions import Vector
 
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<I")
 # Before its peer has proved itself, a connection cannot make us hold more than this.
 STRANGER_FRAME: Final = 16 * 1024
@@ -89,7 +89,8 @@ class Ready(msgspec.Struct, tag=7, array_like=True, frozen=True):
 class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """A transfer begins. `addresses` is (R,) uint64 little-endian, in the acceptor's memory.
 
-    `lengths` likewise, or empty where all runs have `uniform` bytes.
+    `lengths` likewise, or empty where all runs have `uniform` bytes. `sources` is where the
+    acceptor finds the bytes of a WRITE in the dialer's memory, empty where it cannot read that.
     """
 
     id: int
@@ -100,6 +101,7 @@ class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
     uniform: int
     descriptors: int
     notification: bytes | None
+    sources: bytes = b""
 
 
 class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
@@ -135,6 +137,12 @@ class Notify(msgspec.Struct, tag=15, array_like=True, frozen=True):
     message: bytes
 
 
+class Granted(msgspec.Struct, tag=17, array_like=True, frozen=True):
+    """The dialer may read now, until it sends `ReadEnded`."""
+
+    id: int
+
+
 class Bye(msgspec.Struct, tag=16, array_like=True, frozen=True):
     pass
 
@@ -154,6 +162,7 @@ Message = (
     | Drained
     | ReadEnded
     | Notify
+    | Granted
     | Bye
 )
 
@@ -173,11 +182,15 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
     return message
 
 
+def pack_addresses(addresses: Vector) -> bytes:
+    return addresses.astype("<u8", copy=False).tobytes()
+
+
 def pack_runs(addresses: Vector, lengths: Vector) -> tuple[bytes, bytes, int]:
     """The fields `addresses`, `lengths` and `uniform` of a `Post`."""
     uniform = bool(len(lengths)) and bool((lengths == lengths[0]).all())
     return (
-        addresses.astype("<u8").tobytes(),
+        pack_addresses(addresses),
         b"" if uniform else lengths.astype("<u8").tobytes(),
         int(lengths[0]) if uniform else 0,
     )
@@ -205,6 +218,17 @@ def unpack_runs(post: Post) -> tuple[Vector, Vector]:
     if int(lengths.sum()) > MAX_TRANSFER_BYTES:
         raise ProtocolError("a transfer out of range")
     return addresses, lengths
+
+
+def unpack_sources(post: Post) -> Vector:
+    """Where the bytes of a write are at the dialer, (R,) uint64.
+
+    Raises:
+        ProtocolError: not as many as `addresses`.
+    """
+    if len(post.sources) != len(post.addresses):
+        raise ProtocolError("runs without sources")
+    return np.frombuffer(post.sources, "<u8").astype(np.uint64, copy=False)
 
 
 # Refusals cross the wire by NIXL's status values.

@@ -126,7 +126,9 @@ class UcxBackend(Backend):
             self.loop.call(link.leave)
 
     def post(self, transfer: Transfer) -> None:
-        self._call(lambda: self._post(transfer), transfer)
+        link = self._dialed.get(transfer.peer)
+        if link is None or link.generation != transfer.generation or not link.post_now(transfer):
+            self._call(lambda: self._post(transfer), transfer)
 
     def abort(self, transfer: Transfer) -> None:
         self.loop.call(lambda: self._abort(transfer))
@@ -135,7 +137,9 @@ class UcxBackend(Backend):
         link = self._dialed.get(peer)
         if link is None:
             raise self._lost.get(peer) or nixlNotFoundError(f"unknown agent {peer!r}")
-        self._call(lambda: link.notify(Notify(message)))
+        notice = Notify(message)
+        if not link.notify_now(notice):
+            self._call(lambda: link.notify(notice))
 
     def peer_state(self, peer: str) -> PeerState | None:
         if not self.peer_is_quiet(peer):

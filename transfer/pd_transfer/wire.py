@@ -35,7 +35,6 @@ _ROUNDS: Final = 64
 
 _SHARED: Final = {"TLS": "posix,sysv,self", "RNDV_SCHEME": "get_zcopy"}
 _SETTINGS: Final[Mapping[Transport, Mapping[str, str]]] = {
-    Transport.CROSS_MEMORY: {**_SHARED, "TLS": "posix,sysv,cma,self"},
     Transport.SHARED_MEMORY: _SHARED,
     Transport.NETWORK: {"RNDV_SCHEME": "get_zcopy"},
 }
