@@ -1,43 +1,70 @@
-"""What a cluster costs when nobody asks: its processes' time, in percent of one core."""
+"""What a cluster costs when nobody asks: its processes' time, in percent of one core.
+
+Ray's own processes are never quite idle, nor is an actor that does nothing. So a bare Ray with as
+many actors that do nothing is measured in the same run: the difference is ours.
+"""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 
 import psutil
+import ray
 
 from pd_cluster.bench.prefix import server
+from pd_cluster.cluster import init_ray
+from pd_cluster.config import load_config
+
+# What start-up still does in the background is over by then (seconds).
+SETTLE_S = 5.0
 
 
 def run(*, seconds: float = 30.0) -> dict[str, float]:
-    """`idle.actors_percent` is what our actors and this process take, `idle.ray_percent` what Ray's
-    own processes take (they would with any actor), `idle.total_percent` the sum.
+    """`idle.total_percent` is the whole cluster, `idle.bare_ray_percent` a Ray with as many actors
+    that do nothing, `idle.added_percent` the difference (aim: under 3).
     """
+    config = load_config()
+    bare = _bare_ray(1 + config.prefill + config.decode + config.gateways, seconds)
     with server(None):
-        time.sleep(5)  # what start-up still does in the background
-        me = psutil.Process()
-        processes = {each.pid: each for each in [me, *me.children(recursive=True)]}
-        is_actor = {pid: _is_actor(process) for pid, process in processes.items()}
-        before = {pid: _cpu(process) for pid, process in processes.items()}
-        started = time.monotonic()
-        time.sleep(seconds)
-        elapsed = time.monotonic() - started
-        spent = {pid: max(0.0, _cpu(process) - before[pid]) for pid, process in processes.items()}
-    ours = sum(value for pid, value in spent.items() if pid == me.pid or is_actor[pid])
-    total = sum(spent.values())
+        total = _measure(seconds)
     return {
-        "idle.actors_percent": ours / elapsed * 100,
-        "idle.ray_percent": (total - ours) / elapsed * 100,
-        "idle.total_percent": total / elapsed * 100,
+        "idle.total_percent": total,
+        "idle.bare_ray_percent": bare,
+        "idle.added_percent": total - bare,
     }
 
 
-def _is_actor(process: psutil.Process) -> bool:
-    """Whether it is one of ours: Ray names a process by the actor in it."""
+class _Idle:
+    async def ping(self) -> None:
+        pass
+
+
+def _bare_ray(actors: int, seconds: float) -> float:
+    temp_dir = tempfile.mkdtemp(prefix="pdb")
     try:
-        return "Actor" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
+        init_ray(temp_dir=temp_dir)
+        idle = ray.remote(num_cpus=0)(_Idle)
+        handles = [idle.remote() for _ in range(actors)]
+        ray.get([handle.ping.remote() for handle in handles])
+        return _measure(seconds)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _measure(seconds: float) -> float:
+    """Percent of one core that this process and all below it take."""
+    time.sleep(SETTLE_S)
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    before = {process.pid: _cpu(process) for process in processes}
+    started = time.monotonic()
+    time.sleep(seconds)
+    elapsed = time.monotonic() - started
+    spent = sum(max(0.0, _cpu(process) - before[process.pid]) for process in processes)
+    return spent / elapsed * 100
 
 
 def _cpu(process: psutil.Process) -> float:
