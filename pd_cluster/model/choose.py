@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     Logprobs are those of the model's own distribution, before anything here changes it (as vLLM's
     and OpenAI's).
     """
-    raw = logits
+    raw = logits = logits.cpu()
     changed = [row for row, draw in enumerate(draws) if _changes(draw)]
     if changed:
         logits = logits.clone()
@@ -51,29 +53,28 @@ def _changes(draw: Draw) -> bool:
     )
 
 
-def _adjust(logits: Tensor, draw: Draw) -> None:
+def _adjust(row: Tensor, draw: Draw) -> None:
     """Changes one row in place: penalties as transformers and vLLM define them, biases, bans."""
-    params = draw.params
+    logits, params = row.numpy(), draw.params  # whose small gathers cost less than torch's
     if params.repetition_penalty != 1.0:
-        ids, _ = _counted(draw.tokens, logits)
+        ids, _ = _counted(draw.tokens)
         values, penalty = logits[ids], params.repetition_penalty
-        logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
+        logits[ids] = np.where(values > 0, values / penalty, values * penalty)
     if params.presence_penalty or params.frequency_penalty:
-        ids, counts = _counted(draw.tokens[draw.prompt_len :], logits)
+        ids, counts = _counted(draw.tokens[draw.prompt_len :])
         logits[ids] -= counts * params.frequency_penalty + params.presence_penalty
     if params.logit_bias:
         biased, biases = zip(*params.logit_bias, strict=True)
-        added = torch.tensor(biases, dtype=logits.dtype, device=logits.device)
-        logits.index_add_(0, torch.tensor(biased, device=logits.device), added)
+        np.add.at(logits, np.array(biased), np.array(biases, np.float32))
     if draw.banned:
-        logits[list(draw.banned)] = -torch.inf
+        logits[list(draw.banned)] = -np.inf
 
 
-def _counted(tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _counted(tokens: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
     """The ids in `tokens` and how often each is there: by counting, as sorting takes longer."""
-    counts = torch.bincount(torch.from_numpy(tokens).to(logits.device))
-    ids = counts.nonzero()[:, 0]
-    return ids, counts[ids]
+    counts = torch.bincount(torch.from_numpy(tokens)).numpy()
+    ids = np.flatnonzero(counts > 0)
+    return ids, counts[ids].astype(np.float32)
 
 
 def _logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs | None:

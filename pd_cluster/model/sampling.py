@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pd_cluster.types import SamplingParams
 
-# How many of the largest weights are looked at for a nucleus, before all: it is seldom wide, and a
-# sort of the whole vocabulary costs many times the rest.
-_NUCLEUS_GUESSES = (256, 4096)
+_Weights = npt.NDArray[np.float32]
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -29,22 +28,21 @@ def sample(
     sequence: Sequence[int],
     positions: Sequence[int],
 ) -> list[int]:
-    """One token id for each row of `logits` [B, vocab] float32.
+    """One token id for each row of `logits` [B, vocab] float32, on the CPU.
 
     `sequence` numbers a request's sequences, `positions` are those of the tokens to choose. At
     temperature 0 the largest logit wins, the lowest id of equals. Otherwise the temperature is
     applied first, then min_p, top_k and top_p filter, each what the one before has left (as in
     vLLM): top_p is of the renormalised rest.
     """
-    greedy = [each.temperature == 0 for each in params]
-    tokens: list[int] = logits.argmax(-1).tolist() if any(greedy) else [0] * len(params)
-    for row, each in enumerate(params):
-        if not greedy[row]:
-            # Row by row: nothing of the others can reach it, and its weights stay in the cache.
-            tokens[row] = _draw(
-                logits[row], each, uniform(each.seed, sequence[row], positions[row])
-            )
-    return tokens
+    # Row by row: nothing of the others can reach a draw, and its weights stay in the cache.
+    return [
+        # By numpy, which takes a tenth of torch's time for it.
+        int(logits[row].numpy().argmax())
+        if each.temperature == 0
+        else _draw(logits[row], each, uniform(each.seed, sequence[row], positions[row]))
+        for row, each in enumerate(params)
+    ]
 
 
 def uniform(seed: int, sequence: int, position: int) -> float:
@@ -56,57 +54,48 @@ def uniform(seed: int, sequence: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token at `uniform` of the cumulated distribution."""
-    weights = (logits - logits.max()).div_(params.temperature).exp_()
-    if params.min_p == 0:
-        return _pick(weights, params, uniform)
-    # The largest weight is 1, so these are ratios to the likeliest token's probability.
-    ids = (weights >= params.min_p).nonzero()[:, 0]
-    return int(ids[_pick(weights[ids], params, uniform)])
+    """The token at `uniform` of the cumulated distribution, in the order of the ids."""
+    weights = (logits - logits.max()).div_(params.temperature).exp_().numpy()
+    if params.min_p > 0:
+        # The largest weight is 1, so these are ratios to the likeliest token's probability.
+        likely = np.flatnonzero(weights >= params.min_p)
+        return int(likely[_pick(weights[likely], params, uniform)])
+    return _pick(weights, params, uniform)
 
 
-def _pick(weights: Tensor, params: SamplingParams, uniform: float) -> int:
-    if params.top_p >= 1 and not 0 < params.top_k < weights.shape[0]:
+def _pick(weights: _Weights, params: SamplingParams, uniform: float) -> int:
+    if params.top_p >= 1 and not 0 < params.top_k < len(weights):
         return _at(weights, uniform)
-    kept, ids = _filter(weights, params.top_k, params.top_p)
-    return int(ids[_at(kept, uniform)])
+    kept = _filter(weights, params.top_k, params.top_p)
+    return int(kept[_at(weights[kept], uniform)])
 
 
-def _at(weights: Tensor, uniform: float) -> int:
-    cumulated = weights.cumsum(0, dtype=torch.float64)
-    return int(torch.searchsorted(cumulated, cumulated[-1] * uniform, right=True))
+def _at(weights: _Weights, uniform: float) -> int:
+    cumulated = _cumulated(weights)
+    return int(np.searchsorted(cumulated, cumulated[-1] * uniform, side="right"))
 
 
-def _filter(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The weights (not normalised) that top_k and top_p leave, descending, and their ids."""
-    vocab = weights.shape[0]
-    if 0 < top_k < vocab:
-        kept, ids = _largest(weights, top_k)
-        total = kept.sum(dtype=torch.float64)
-    else:
-        total = weights.sum(dtype=torch.float64)
-        for guess in (*_NUCLEUS_GUESSES, vocab):
-            kept, ids = _largest(weights, min(guess, vocab))
-            if kept.sum(dtype=torch.float64) >= top_p * total:
-                break
+def _filter(weights: _Weights, top_k: int, top_p: float) -> npt.NDArray[np.intp]:
+    """The ids that top_k and top_p leave, ascending; of equal weights the lower ids stay."""
+    # Only the weights are sorted, and by numpy: torch takes twenty times as long.
+    ascending = weights
+    if 0 < top_k < len(weights):
+        ascending = np.partition(weights, len(weights) - top_k)[-top_k:]
+    largest = np.sort(ascending)[::-1].copy()
     if top_p < 1:
         # A token stays while those before it have not filled the nucleus yet.
-        before = kept.cumsum(0, dtype=torch.float64) - kept
-        count = max(1, int((before < top_p * total).sum()))
-        kept, ids = kept[:count], ids[:count]
-    return kept, ids
+        cumulated = _cumulated(largest)
+        before = cumulated - largest
+        largest = largest[: max(1, int(np.count_nonzero(before < top_p * cumulated[-1])))]
+    ids = np.flatnonzero(weights >= largest[-1])
+    surplus = len(ids) - len(largest)
+    if surplus:
+        equals = np.flatnonzero(weights[ids] == largest[-1])
+        ids = np.delete(ids, equals[-surplus:])
+    return ids
 
 
-def _largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest weights, descending, and their ids; of equals the lower id first.
-
-    Zeros may be left out: of a sharp distribution most weights are.
-    """
-    if count < weights.shape[0]:
-        smallest = float(weights.topk(count, sorted=False).values.min())
-        large = weights >= smallest if smallest > 0 else weights > 0
-        candidates = large.nonzero()[:, 0]
-    else:
-        candidates = torch.arange(count, device=weights.device)
-    kept, order = weights[candidates].sort(descending=True, stable=True)
-    return kept[:count], candidates[order[:count]]
+def _cumulated(weights: _Weights) -> npt.NDArray[np.float64]:
+    """By torch, which takes a sixth of numpy's time for it."""
+    sums: npt.NDArray[np.float64] = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    return sums
