@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -30,29 +31,48 @@ from pd_transfer import Event, agent
 LAYOUTS: Final = ("page_first", "layer_first")
 PAGE_SIZES: Final = (1, 16)
 
-_LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 30, 9, 3, 64
 _DTYPE = torch.float32
-_SCALE = _HEAD_DIM**-0.5
-_BATCHES = (1, 8)
-_CONTEXTS = (512, 2048)
-_CHUNK = 512
-_TRANSFER_TOKENS = 1024
 _MIN_TURNS = 4
-_POOL_TOKENS = max(_BATCHES) * max(_CONTEXTS)
-
-# One request, from the cases: a prompt of 1,024 tokens in two chunks, whose pages all move, then
-# 128 tokens, decoded together with seven other sequences.
-_REQUEST = {
-    "prefill_attention.512_of_512": 1.0,
-    "prefill_attention.512_of_1024": 1.0,
-    "page_write.512": 2.0,
-    "transfer.scattered_1024": 1.0,
-    "decode_attention.8_of_512": 128 / 8,
-    "page_write.8": 128 / 8,
-}
 
 
-def run(*, seconds_each: float = 3.0) -> dict[str, float]:
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and of what is measured; lengths in tokens."""
+
+    layers: int = 30
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    batches: tuple[int, int] = (1, 8)
+    contexts: tuple[int, int] = (512, 2048)
+    chunk: int = 512
+    answer: int = 128
+
+    @property
+    def prompt(self) -> int:
+        """Two chunks; so many tokens' pages are moved."""
+        return 2 * self.chunk
+
+    @property
+    def pool(self) -> int:
+        return max(self.batches) * max(self.contexts)
+
+    def request(self) -> dict[str, float]:
+        """One request, from the cases: a prompt in two chunks, whose pages all move scattered, then
+        an answer, decoded together with the others of a batch.
+        """
+        batch = self.batches[-1]
+        return {
+            f"prefill_attention.{self.chunk}_of_{self.chunk}": 1,
+            f"prefill_attention.{self.chunk}_of_{self.prompt}": 1,
+            f"page_write.{self.chunk}": 2,
+            f"transfer.scattered_{self.prompt}": 1,
+            f"decode_attention.{batch}_of_{self.contexts[0]}": self.answer / batch,
+            f"page_write.{batch}": self.answer / batch,
+        }
+
+
+def run(sizes: Sizes = Sizes(), *, seconds_each: float = 3.0) -> dict[str, float]:
     """`layout.<layout>.<page_size>.<case>_us`: the fastest turn, over all layers.
 
     `layout.ratio.<page_size>.<case>` is page-first's time by layer-first's. The case `request` is
@@ -62,7 +82,7 @@ def run(*, seconds_each: float = 3.0) -> dict[str, float]:
     figures: dict[str, float] = {}
     with torch.inference_mode():
         for page_size in PAGE_SIZES:
-            figures |= _page_size(page_size, seconds_each)
+            figures |= _page_size(sizes, page_size, seconds_each)
     return figures
 
 
@@ -90,20 +110,20 @@ def conclusions(figures: dict[str, float]) -> list[str]:
     return lines
 
 
-def _page_size(page_size: int, seconds_each: float) -> dict[str, float]:
+def _page_size(sizes: Sizes, page_size: int, seconds_each: float) -> dict[str, float]:
     torch.manual_seed(0)
-    order = np.random.default_rng(0).permutation(_POOL_TOKENS // page_size).astype(np.int32)
+    order = np.random.default_rng(0).permutation(sizes.pool // page_size).astype(np.int32)
     with ExitStack() as stack:
         calls: dict[str, dict[str, Callable[[], object]]] = {}
         for name in LAYOUTS:
-            pool = _pool(name, page_size)
+            pool = _pool(sizes, name, page_size)
             pool.buffer.uniform_(-1, 1)
-            move = stack.enter_context(_peer(pool))
-            for case, call in _cases(pool, order, move):
+            move = stack.enter_context(_peer(sizes, pool))
+            for case, call in _cases(sizes, pool, order, move):
                 calls.setdefault(case, {})[name] = call
         best = {case: _take_turns(by_layout, seconds_each) for case, by_layout in calls.items()}
     best["request"] = {
-        name: sum(factor * best[case][name] for case, factor in _REQUEST.items())
+        name: sum(factor * best[case][name] for case, factor in sizes.request().items())
         for name in LAYOUTS
     }
     times = {
@@ -133,15 +153,16 @@ def _take_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[
     return best
 
 
-def _pool(name: str, page_size: int) -> Layout:
-    num_pages = _POOL_TOKENS // page_size
-    return make_layout(name, num_pages, _LAYERS, page_size, _KV_HEADS, _HEAD_DIM, _DTYPE, "cpu")
+def _pool(sizes: Sizes, name: str, page_size: int) -> Layout:
+    model = (sizes.layers, page_size, sizes.kv_heads, sizes.head_dim)
+    return make_layout(name, sizes.pool // page_size, *model, _DTYPE, "cpu")
 
 
 def _cases(
-    pool: Layout, order: NDArray[np.int32], move: Callable[[NDArray[np.int32]], None]
+    sizes: Sizes, pool: Layout, order: NDArray[np.int32], move: Callable[[NDArray[np.int32]], None]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    views = [(pool.k(layer), pool.v(layer)) for layer in range(_LAYERS)]
+    views = [(pool.k(layer), pool.v(layer)) for layer in range(sizes.layers)]
+    scale, chunk = sizes.head_dim**-0.5, sizes.chunk
     pages = torch.from_numpy(order)
 
     def table(batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,18 +171,18 @@ def _cases(
         return indptr, pages[: batch * each], torch.full((batch,), context, dtype=torch.int32)
 
     def decode(batch: int, context: int) -> Callable[[], object]:
-        q, sequences = torch.randn(batch, _HEADS, _HEAD_DIM), table(batch, context)
-        return lambda: [pd_kernels.decode_attention(q, *kv, *sequences, _SCALE) for kv in views]
+        q, sequences = torch.randn(batch, sizes.heads, sizes.head_dim), table(batch, context)
+        return lambda: [pd_kernels.decode_attention(q, *kv, *sequences, scale) for kv in views]
 
     def prefill(context: int) -> Callable[[], object]:
-        q, sequences = torch.randn(_CHUNK, _HEADS, _HEAD_DIM), table(1, context)
-        bounds = torch.tensor([0, _CHUNK], dtype=torch.int32)
+        q, sequences = torch.randn(chunk, sizes.heads, sizes.head_dim), table(1, context)
+        bounds = torch.tensor([0, chunk], dtype=torch.int32)
         return lambda: [
-            pd_kernels.prefill_attention(q, *kv, bounds, *sequences, _SCALE) for kv in views
+            pd_kernels.prefill_attention(q, *kv, bounds, *sequences, scale) for kv in views
         ]
 
     def write(tokens: int, slots: torch.Tensor) -> Callable[[], object]:
-        k, v = torch.randn(2, tokens, _KV_HEADS, _HEAD_DIM)
+        k, v = torch.randn(2, tokens, sizes.kv_heads, sizes.head_dim)
 
         def call() -> None:
             for kv in views:
@@ -169,26 +190,27 @@ def _cases(
 
         return call
 
-    for context in _CONTEXTS:
-        for batch in _BATCHES:
+    for context in sizes.contexts:
+        for batch in sizes.batches:
             yield f"decode_attention.{batch}_of_{context}", decode(batch, context)
-    for context in (_CHUNK, 2 * _CHUNK):
-        yield f"prefill_attention.{_CHUNK}_of_{context}", prefill(context)
-    # Steps of a decode batch write one token into a page of each sequence; prefill fills pages.
-    chunk = pages[: _CHUNK // pool.page_size, None].long() * pool.page_size
-    yield f"page_write.{_CHUNK}", write(_CHUNK, (chunk + torch.arange(pool.page_size)).view(-1))
-    yield "page_write.8", write(8, pages[:8].long() * pool.page_size)
-    count = _TRANSFER_TOKENS // pool.page_size
-    yield f"transfer.scattered_{_TRANSFER_TOKENS}", partial(move, order[:count])
+    for context in (chunk, sizes.prompt):
+        yield f"prefill_attention.{chunk}_of_{context}", prefill(context)
+    # Prefill fills pages; a decode step writes one token into a page of each sequence.
+    firsts = pages[: chunk // pool.page_size, None].long() * pool.page_size
+    yield f"page_write.{chunk}", write(chunk, (firsts + torch.arange(pool.page_size)).view(-1))
+    batch = sizes.batches[-1]
+    yield f"page_write.{batch}", write(batch, pages[:batch].long() * pool.page_size)
+    count = sizes.prompt // pool.page_size
+    yield f"transfer.scattered_{sizes.prompt}", partial(move, order[:count])
     together = np.arange(count, dtype=np.int32)
-    yield f"transfer.contiguous_{_TRANSFER_TOKENS}", partial(move, together)
+    yield f"transfer.contiguous_{sizes.prompt}", partial(move, together)
 
 
 # --- the other process ---
 
 
 @contextmanager
-def _peer(pool: Layout) -> Iterator[Callable[[NDArray[np.int32]], None]]:
+def _peer(sizes: Sizes, pool: Layout) -> Iterator[Callable[[NDArray[np.int32]], None]]:
     """Another process with an equal pool; gives a call that writes pages into its last pages."""
     ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
     secret = secrets.token_bytes(32)
@@ -201,7 +223,11 @@ def _peer(pool: Layout) -> Iterator[Callable[[NDArray[np.int32]], None]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        order = {"layout": pool.name, "page_size": pool.page_size, "secret": secret.hex()}
+        order = {
+            "sizes": asdict(sizes),
+            "pool": [pool.name, pool.page_size],
+            "secret": secret.hex(),
+        }
         process.stdin.write(json.dumps(order) + "\n")
         process.stdin.flush()
         with agent(name="bench-source", secret=secret) as source:
@@ -235,7 +261,7 @@ def _peer(pool: Layout) -> Iterator[Callable[[NDArray[np.int32]], None]]:
 def serve() -> None:
     """The other process: says where its pool is on stdout, ends with stdin."""
     order = json.loads(sys.stdin.readline())
-    pool = _pool(order["layout"], order["page_size"])
+    pool = _pool(Sizes(**order["sizes"]), *order["pool"])
     with agent(name="bench-target", secret=bytes.fromhex(order["secret"])) as target:
         target.register_memory([(*pool.region(), "")], "DRAM")
         answer = {"metadata": target.get_agent_metadata().hex(), "region": pool.region()}
