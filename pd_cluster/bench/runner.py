@@ -116,7 +116,7 @@ def unit_of(figure: str) -> str:
         return "bytes"
     if last.endswith("percent"):
         return "%"
-    units = {"us": "us", "ms": "ms", "s": "s", "gbps": "GB/s"}
+    units = {"us": "us", "ms": "ms", "s": "s", "gbps": "GB/s", "percent": "%"}
     return units.get(last.rpartition("_")[2], "")
 
 
