@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from typing import Any
 
 import psutil
 import ray
@@ -45,7 +46,8 @@ def _bare_ray(actors: int, seconds: float) -> float:
     temp_dir = tempfile.mkdtemp(prefix="pdb")
     try:
         init_ray(temp_dir=temp_dir)
-        idle = ray.remote(num_cpus=0)(_Idle)
+        remote: Any = ray.remote(num_cpus=0)
+        idle = remote(_Idle)
         handles = [idle.remote() for _ in range(actors)]
         ray.get([handle.ping.remote() for handle in handles])
         return _measure(seconds)
