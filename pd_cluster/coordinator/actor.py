@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import ray
 
 from pd_cluster.config import Config
 from pd_cluster.coordinator.state import Answer, CoordinatorState
+from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.observability.snapshots import CoordinatorSnapshot, WorkerStatus
 from pd_cluster.peers import ClusterSpec, Peers
 from pd_cluster.types import (
@@ -36,7 +38,8 @@ class CoordinatorActor:
         config = Config.model_validate_json(spec.config)
         self.state = CoordinatorState(config)
         self.peers = Peers(config.cluster_name)
-        self._lock = threading.Lock()
+        # Notified when the state may want to be woken earlier than at the next tick.
+        self._lock = threading.Condition()
         self._waiting: dict[AttemptId, list[Future[Placement | Rejection]]] = {}
         threading.Thread(target=self._tick_forever, name="tick", daemon=True).start()
 
@@ -86,10 +89,24 @@ class CoordinatorActor:
                 ),
                 waiting=len(self.state.waiting),
                 running=len(self.state.leases),
-                placements={"remote": statistics.placements},
+                placements={"remote": 0, **statistics.routes},
                 rejections=dict(statistics.rejections),
                 attempts=dict(statistics.outcomes),
             )
+
+    @ray.method(concurrency_group="reports")
+    async def kv_events(self, data: bytes) -> bool:
+        """`encode_update` → whether it follows what is known; if not, send a snapshot."""
+        update, measured = decode_update(data)
+        with self._lock:
+            self.state.measured(update.worker, measured)
+            return self.state.kv_events(update, time.monotonic())
+
+    @ray.method(concurrency_group="reports")
+    async def explain(self, request: str, number: int) -> dict[str, Any] | None:
+        """Why an attempt was placed where it was; None if it is not known, or no longer."""
+        with self._lock:
+            return self.state.explain(AttemptId(request, number))
 
     def _worker_lost(self, report: WorkerReport) -> None:
         with self._lock:
@@ -97,8 +114,10 @@ class CoordinatorActor:
 
     def _tick_forever(self) -> None:
         while True:
-            time.sleep(TICK_S)
             with self._lock:
+                due = time.monotonic() + TICK_S
+                while (left := min(due, self.state.wake_at) - time.monotonic()) > 0:
+                    self._lock.wait(left)
                 self._answer(self.state.tick(time.monotonic()))
 
     def _answer(self, answers: list[Answer]) -> None:
@@ -106,3 +125,4 @@ class CoordinatorActor:
             for future in self._waiting.pop(answer.attempt, []):
                 if not future.done():
                     future.set_result(answer.reply)
+        self._lock.notify_all()

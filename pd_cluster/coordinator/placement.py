@@ -47,8 +47,10 @@ class Weights:
     queue: float = 0.1
     balance: float = 0.01
     decode_balance: float = 0.01
-    # A decode step's extra time counts for this many tokens of the answer.
+    # What a decode step takes above an empty one counts for this many tokens of the answer, times
+    # its ratio to the empty step to the power of `itl_power`: the tail is what hurts.
     itl_tokens: float = 100.0
+    itl_power: float = 3.0
     # No request is bound to a prefill worker that has more than this to do (seconds).
     bind_ahead_s: float = 0.25
 
@@ -292,10 +294,12 @@ class Cost(PlacementPolicy):
         self, ask: Ask, fleet: Fleet, now: float, source: WorkerId
     ) -> tuple[dict[str, Floats], Lengths]:
         held = np.minimum(fleet.index.match(ask.hashes, len(fleet)), ask.prompt_len)
-        step = self.rates.step_s(fleet.attempts + 1, fleet.tokens + ask.prompt_len)
+        empty = float(self.rates.step_s(0, 0))
+        extra = self.rates.step_s(fleet.attempts + 1, fleet.tokens + ask.prompt_len) - empty
+        times = (extra / max(empty, 1e-9)) ** self.weights.itl_power
         links = self.rates.bandwidths(source, fleet.slots, len(fleet))
         terms = {
-            "load": self.weights.itl_tokens * step,
+            "load": self.weights.itl_tokens * extra * times,
             "transfer": self.rates.transfer_s(ask.prompt_len - held, links),
             "balance": self.weights.decode_balance * fleet.excess(now),
         }

@@ -377,7 +377,15 @@ class CoordinatorState:
                 for lease in map(self.leases.__getitem__, worker.placed)
                 if not lease.claimed
             )
-            fleet.busy_until[slot] = min(float(fleet.busy_until[slot]), now + fresh)
+            if now + fresh < fleet.busy_until[slot]:
+                fleet.busy_until[slot] = now + fresh
+                self._reconsider(slot, now)
+
+    def _reconsider(self, slot: int, now: float) -> None:
+        """A prefill worker will be free sooner than those were told that wait for it."""
+        for entry in self.queue.entries.values():
+            if entry.pledge is not None and entry.pledge[0] == slot:
+                entry.not_before = now
 
     def _look(self, entry: Waiting) -> None:
         prefill = self.cluster.prefill
@@ -393,16 +401,18 @@ class CoordinatorState:
         del self.leases[lease.request.attempt]
         self._count_running(lease.request, -1)
         self.cluster.release(lease, now)
+        if now < lease.work[1]:
+            self._reconsider(lease.choice.prefill, now)
 
     def _forget(self, worker: WorkerState, now: float) -> None:
         """A worker is gone: its leases end, the gateways will ask again."""
         for attempt in list(worker.placed):
             self._release(self.leases[attempt], now)
         if worker.report.role == "prefill":
+            self._reconsider(worker.slot, now)
             for entry in self.queue.entries.values():
                 if entry.pledge is not None and entry.pledge[0] == worker.slot:
                     self._unpledge(entry)
-                    entry.not_before = now
         self.cluster.leave(worker)
         self.rates.forget(worker.id)
         self._policy.limits = self._limits()

@@ -143,10 +143,10 @@ class Simulation:
             else:
                 request.first_token = now
                 request.resident = output.resident
+                assert output.sources is not None, "sources come with the first token"
+                request.sources = output.sources
             request.tokens += len(output.tokens)
             request.last_token = now
-            if output.sources is not None and output.attempt.number == 0:
-                request.sources = output.sources
         if output.outcome is not None:
             self._ended(request, output)
 

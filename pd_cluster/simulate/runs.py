@@ -83,9 +83,13 @@ class Target:
 
 
 def check(experiment: Experiment) -> tuple[Figures, list[Target]]:
-    """Whether placement by cost is as good as it must be, on a trace that knows no answers."""
+    """Whether placement by cost is as good as it must be, on a trace that knows no answers.
+
+    All by the route `remote`, which is what the yardstick knows of.
+    """
+    remote = replace(experiment, limits=RouteLimits())
     cost, least, prefix = (
-        experiment.run(each) for each in ("cost", "least_loaded", "prefix_prefill_only")
+        remote.run(each) for each in ("cost", "least_loaded", "prefix_prefill_only")
     )
     shape = experiment.shape
     lru = lru_hit_rate(experiment.trace, shape.prefill * shape.num_pages, shape.page_size)

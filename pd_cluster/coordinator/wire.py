@@ -1,0 +1,133 @@
+"""What a worker tells the coordinator of its cache and its speed, as bytes.
+
+Beside the heartbeat, for it comes more often: whenever the cache has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pd_cluster.cache.events import CacheEvent, PagesCleared, PagesRemoved, PagesStored
+from pd_cluster.coordinator.costs import (
+    DecodeMeasured,
+    LinkMeasured,
+    Measured,
+    PrefillMeasured,
+)
+from pd_cluster.coordinator.index import KvUpdate
+from pd_cluster.errors import WireError
+from pd_cluster.types import WorkerId, pack_ints, unpack_ints
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    namespace: str | None
+    parent: int | None
+    tokens: bytes
+    pages: bytes
+
+
+class _Removed(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    pages: bytes
+
+
+class _Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    pass
+
+
+class _Prefill(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    tokens: int
+    attended: float
+    seconds: float
+
+
+class _Decode(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    sequences: int
+    kv_tokens: int
+    seconds: float
+
+
+class _Link(msgspec.Struct, frozen=True, array_like=True, tag="l"):
+    peer: WorkerId
+    size: int
+    seconds: float
+
+
+class _Telling(msgspec.Struct, frozen=True):
+    worker: WorkerId
+    first: int
+    events: tuple[_Stored | _Removed | _Cleared, ...]
+    snapshot: bool
+    measured: tuple[_Prefill | _Decode | _Link, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Telling] = msgspec.msgpack.Decoder(_Telling)
+
+
+def encode_update(update: KvUpdate, measured: Sequence[Measured] = ()) -> bytes:
+    telling = _Telling(
+        update.worker,
+        update.first,
+        tuple(_pack_event(event) for event in update.events),
+        update.snapshot,
+        tuple(_pack_measured(each) for each in measured),
+    )
+    return _encoder.encode(telling)
+
+
+def decode_update(data: bytes) -> tuple[KvUpdate, list[Measured]]:
+    """Raises WireError if `data` is no such message."""
+    try:
+        telling = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of this version: {error}") from error
+    events = tuple(_unpack_event(event) for event in telling.events)
+    update = KvUpdate(telling.worker, telling.first, events, telling.snapshot)
+    return update, [_unpack_measured(each) for each in telling.measured]
+
+
+def _pack_event(event: CacheEvent) -> _Stored | _Removed | _Cleared:
+    match event:
+        case PagesStored():
+            tokens, pages = pack_ints(event.tokens), pack_ints(event.pages)
+            return _Stored(event.namespace, event.parent, tokens, pages)
+        case PagesRemoved():
+            return _Removed(pack_ints(event.pages))
+        case PagesCleared():
+            return _Cleared()
+
+
+def _unpack_event(event: _Stored | _Removed | _Cleared) -> CacheEvent:
+    match event:
+        case _Stored():
+            tokens, pages = unpack_ints(event.tokens), unpack_ints(event.pages)
+            if not len(pages) or len(tokens) % len(pages) or np.any(pages < 0):
+                raise WireError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
+            return PagesStored(event.namespace, event.parent, tokens, pages)
+        case _Removed():
+            return PagesRemoved(unpack_ints(event.pages))
+        case _Cleared():
+            return PagesCleared()
+
+
+def _pack_measured(measured: Measured) -> _Prefill | _Decode | _Link:
+    match measured:
+        case PrefillMeasured():
+            return _Prefill(measured.tokens, measured.attended, measured.seconds)
+        case DecodeMeasured():
+            return _Decode(measured.sequences, measured.kv_tokens, measured.seconds)
+        case LinkMeasured():
+            return _Link(measured.peer, measured.size, measured.seconds)
+
+
+def _unpack_measured(measured: _Prefill | _Decode | _Link) -> Measured:
+    match measured:
+        case _Prefill():
+            return PrefillMeasured(measured.tokens, measured.attended, measured.seconds)
+        case _Decode():
+            return DecodeMeasured(measured.sequences, measured.kv_tokens, measured.seconds)
+        case _Link():
+            return LinkMeasured(measured.peer, measured.size, measured.seconds)
