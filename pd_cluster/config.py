@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -35,8 +35,27 @@ class TimeoutConfig(_Section):
     drain_s: float = Field(10.0, gt=0, description="between two requests to acknowledge an abort")
     lease_s: float = Field(10.0, gt=0, description="from a placement to its first sign of life")
     heartbeat_s: float = Field(1.0, gt=0, description="between two reports of a worker")
+    keepalive_s: float = Field(15.0, gt=0, description="between comments on a stream that waits")
     start_s: float = Field(300.0, gt=0, description="from `serve` to ready")
     shutdown_s: float = Field(5.0, ge=0, description="that running streams get on SIGTERM")
+
+
+class KvEventsConfig(_Section):
+    """Publishing of KV events over ZMQ, as vLLM and SGLang have it."""
+
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str = Field(
+        "tcp://127.0.0.1:5557",
+        pattern=r"^tcp://.+:\d+$",
+        description="of the first prefill worker: each worker has a port of its own from here on",
+    )
+    replay_endpoint: str | None = Field(
+        None, pattern=r"^tcp://.+:\d+$", description="answers with batches that were missed"
+    )
+    buffer_steps: int = Field(10_000, ge=1, description="batches kept for replay")
+    hwm: int = Field(100_000, ge=1, description="batches queued for a slow subscriber")
+    topic: str = ""
+    block_size: int = Field(64, ge=1, description="tokens of a block in events")
 
 
 class Config(_Section):
@@ -51,6 +70,19 @@ class Config(_Section):
     host: str = "127.0.0.1"
     port: int = Field(30000, ge=0, le=65535, description="0: any free port")
     admin_key: str | None = Field(None, min_length=1)
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="one of them is needed for every request; none: open to all"
+    )
+    model_aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further names that requests may give the model"
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model", description="for what a request leaves out: generation_config.json's, or OpenAI's"
+    )
+    max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="of an HTTP request")
+    max_messages: int = Field(4096, ge=1, description="in one chat request")
+    recent_requests: int = Field(1000, ge=0, description="whose stories are kept after their end")
+    log_prompts: bool = Field(False, description="put prompts into the log")
 
     prefill: int = Field(1, ge=1, le=64, description="prefill workers")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
@@ -60,9 +92,29 @@ class Config(_Section):
     page_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1
     layout: Literal["page_first", "layer_first"] = "page_first"
     max_total_tokens: int = Field(32768, ge=16, description="KV pool of each worker, in tokens")
-    disable_radix_cache: bool = False
+    disable_radix_cache: bool | Literal["prefill", "decode"] = Field(
+        False, description="keep no prefixes: nowhere, or on workers of one role"
+    )
+    radix_cache_backend: str = Field(
+        "radix", min_length=1, description="a registered prefix cache, or module:name"
+    )
+    strip_thinking_cache: bool = Field(False, description="keep prompts only, not answers")
     radix_eviction_policy: Literal["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"] = "lru"
     radix_eviction_policy_config: dict[str, Any] = Field(default_factory=dict)
+
+    enable_hierarchical_cache: bool = Field(False, description="keep what is evicted, lower down")
+    hicache_ratio: float = Field(2.0, gt=0, description="host memory, as a multiple of the KV pool")
+    hicache_size: float = Field(0.0, ge=0, description="host memory in GB; 0: by hicache_ratio")
+    hicache_write_policy: Literal["write_through", "write_back", "write_through_selective"] = (
+        "write_through"
+    )
+    hicache_storage_backend: str | None = Field(
+        None, min_length=1, description="file, redis or module:factory"
+    )
+    hicache_storage_backend_extra_config: dict[str, Any] = Field(default_factory=dict)
+    hicache_storage_size: float = Field(16.0, gt=0, description="GB on this host (file)")
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    kv_events_config: KvEventsConfig | None = Field(None, description="where KV events go")
 
     chunked_prefill_size: int = Field(512, ge=1, description="prompt tokens computed in one step")
     local_prefill_size: int = Field(
@@ -87,6 +139,17 @@ class Config(_Section):
         if value % page_size:
             raise ValueError(f"must be a multiple of page_size ({page_size})")
         return value
+
+    @field_validator("enable_hierarchical_cache")
+    @classmethod
+    def _cache_to_extend(cls, value: bool, info: Any) -> bool:
+        if value and info.data.get("disable_radix_cache") is True:
+            raise ValueError("nothing to extend with disable_radix_cache")
+        return value
+
+    def keeps_prefixes(self, role: str) -> bool:
+        """Whether workers of that role have a prefix cache."""
+        return self.disable_radix_cache not in (True, role)
 
     @property
     def num_pages(self) -> int:

@@ -8,6 +8,9 @@ PdClusterError
 ├── InvalidTransition         an illegal move of a state machine (our bug); carries the story
 └── RequestError              one request cannot be served; carries an HTTP status
     ├── BadRequest            400, names the parameter
+    │   └── PayloadTooLarge   413
+    ├── Unauthorized          401, a key is missing or wrong
+    ├── Forbidden             403, not from there
     ├── NotFound              404
     ├── Overloaded            429, with `retry_after` seconds
     ├── Unavailable           503, with `retry_after` seconds
@@ -78,6 +81,20 @@ class RequestError(PdClusterError):
 
 class BadRequest(RequestError):
     status = 400
+    kind = "invalid_request_error"
+
+
+class PayloadTooLarge(BadRequest):
+    status = 413
+
+
+class Unauthorized(RequestError):
+    status = 401
+    kind = "invalid_request_error"
+
+
+class Forbidden(RequestError):
+    status = 403
     kind = "invalid_request_error"
 
 

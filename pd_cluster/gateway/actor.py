@@ -17,8 +17,11 @@ from pd_cluster.errors import StartError, Unavailable
 from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
 from pd_cluster.gateway.driver import Driver, RunningRequest
+from pd_cluster.gateway.gate import Gate
 from pd_cluster.model.config import load_config
+from pd_cluster.model.generation import default_sampling
 from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.observability.logs import log_as_json
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
     ClusterSnapshot,
@@ -135,34 +138,46 @@ class RayBackend:
     async def flush(self, role: Role | None) -> dict[str, Any]:
         return await self.link.flush(role)
 
+    def stories(self, request_id: str) -> list[dict[str, Any]]:
+        return self.driver.stories(request_id)
+
 
 class GatewayActor:
     """One HTTP server. All of it runs in the actor's one event loop."""
 
     def __init__(self, spec: ClusterSpec, name: str) -> None:
-        self.config = Config.model_validate_json(spec.config)
+        config = self.config = Config.model_validate_json(spec.config)
         self.name = name
+        log_as_json(name)
         folder = Path(spec.model_folder)
         self.tokenizer = Tokenizer(folder)
         model = load_config(folder)
-        context = self.config.context_length or model.max_positions
+        context = config.context_length or model.max_positions
         self.model = ModelInfo(
-            name=self.config.served_model_name or spec.model_id,
+            name=config.served_model_name or spec.model_id,
             context_length=min(context, model.max_positions),
-            pool_capacity=self.config.max_total_tokens,
+            pool_capacity=config.max_total_tokens,
+            eos_token_ids=frozenset((*model.eos_token_ids, *self.tokenizer.eos_token_ids)),
+            vocab_size=model.vocab_size,
+            aliases=config.model_aliases,
+            sampling_defaults=(
+                default_sampling(folder) if config.sampling_defaults == "model" else {}
+            ),
         )
+        self.gate = Gate()
         self.metrics = GatewayMetrics(self.model.name)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._driver: Driver | None = None
 
     async def start(self, port: int) -> str:
-        """Binds the port (0: any) and serves; the URL. Raises StartError where the port is taken."""
+        """Binds the port (0: any) and serves; the URL. StartError where the port is taken."""
         config = self.config
         link = RayLink(Peers(config.cluster_name), asyncio.get_running_loop())
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)
         link.driver = driver
-        app = create_app(RayBackend(driver, link), self.tokenizer, self.model, config, self.metrics)
+        backend = RayBackend(driver, link)
+        app = create_app(backend, self.tokenizer, self.model, config, self.metrics, self.gate)
         listener = bind(config.host, port)
         settings = uvicorn.Config(
             app,
@@ -187,12 +202,13 @@ class GatewayActor:
             self._driver.deliver(decode(data, OutputBatch))
 
     async def stop(self) -> None:
-        """Takes no new requests; running ones get `timeouts.shutdown_s` to finish."""
+        """Answers new requests with 503; running ones get `timeouts.shutdown_s` to finish."""
         if self._server is None or self._serving is None or self._driver is None:
             return
+        if not await self.gate.close(self.config.timeouts.shutdown_s):
+            self._driver.close()
         self._server.should_exit = True
-        await asyncio.wait([self._serving], timeout=self.config.timeouts.shutdown_s)
-        self._driver.close()
+        await asyncio.wait([self._serving], timeout=1)
         self._server.force_exit = True
         await asyncio.wait([self._serving], timeout=5)
 

@@ -1,20 +1,16 @@
-"""Routes for operators: health, readiness, server info, metrics, and emptying the caches."""
+"""Routes for operators: health, readiness, server info, metrics, caches, and requests' stories."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import platform
 import time
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Response
 
 from pd_cluster import __version__
-from pd_cluster.config import Config
-from pd_cluster.errors import BadRequest, Unavailable
+from pd_cluster.errors import BadRequest, NotFound, Unavailable
 from pd_cluster.gateway.http import json_response
 from pd_cluster.gateway.services import Services
 from pd_cluster.observability.metrics import CONTENT_TYPE
@@ -32,7 +28,7 @@ def admin_routes(services: Services) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        reason = await services.backend.ready()
+        reason = "shutting down" if services.gate.closing else await services.backend.ready()
         if reason is not None:
             raise Unavailable(reason, code="not_ready", retry_after=1.0)
         return json_response({"status": "ready"})
@@ -49,38 +45,23 @@ def admin_routes(services: Services) -> APIRouter:
         return Response(text, media_type=CONTENT_TYPE)
 
     @router.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush_cache(request: Request, role: str | None = None) -> Response:
-        check_admin(request, services.config)
+    async def flush_cache(role: str | None = None) -> Response:
         if role is not None and role not in _ROLES:
             raise BadRequest(f"role must be prefill or decode, not {role!r}", param="role")
         done = await services.backend.flush(_ROLES[role] if role is not None else None)
         return json_response({"success": True, "workers": done})
 
+    @router.get("/admin/requests/{request_id:path}")
+    async def story(request_id: str) -> Response:
+        # Answers' ids are the request's with the name of their kind before it.
+        name = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        sequences = services.backend.stories(name)
+        if not sequences:
+            message = f"no request {request_id!r} is running or among the recent ones"
+            raise NotFound(message, param="request_id", code="request_not_found")
+        return json_response({"id": request_id, "sequences": sequences})
+
     return router
-
-
-def check_admin(request: Request, config: Config) -> None:
-    """With an admin key: only with it. Without one: only from this machine."""
-    if config.admin_key is not None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
-        if not hmac.compare_digest(given, config.admin_key.encode()):
-            raise HTTPException(
-                401,
-                "this route needs the admin key: 'Authorization: Bearer KEY'",
-                {"www-authenticate": "Bearer"},
-            )
-    elif not _is_loopback(request.client.host if request.client else ""):
-        raise HTTPException(403, "without an admin key this route is for loopback only")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 async def _server_info(services: Services) -> dict[str, Any]:
@@ -100,6 +81,6 @@ async def _server_info(services: Services) -> dict[str, Any]:
         "totals": services.metrics.totals,
         "coordinator": coordinator,
         "workers": snapshot.workers,
-        # The key is nobody's business, not even whether there is one.
-        "config": services.config.model_dump(mode="json", exclude={"admin_key"}),
+        # The keys are nobody's business, not even whether there are any.
+        "config": services.config.model_dump(mode="json", exclude={"admin_key", "api_keys"}),
     }

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from pd_cluster.gateway.backend import Backend, GenerateRequest
-from pd_cluster.gateway.http import stop_tasks
 from pd_cluster.gateway.instructions import Usage
-from pd_cluster.gateway.text import TextStream
+from pd_cluster.gateway.tasks import stop_tasks
+from pd_cluster.gateway.text import TextOptions, TextStream
 from pd_cluster.model.tokenizer import Tokenizer
-from pd_cluster.types import FinishReason
+from pd_cluster.types import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Piece:
     """What came next; the last piece has a `finish_reason`.
 
-    `matched` is the stop string that was found.
+    `matched` is the stop string that was found. `logprobs` has one entry a token where they were
+    asked for; the text of these tokens may still be held back.
     """
 
     text: str
@@ -29,13 +30,17 @@ class Piece:
     usage: Usage
     finish_reason: FinishReason | None = None
     matched: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
 async def stream_pieces(
-    backend: Backend, tokenizer: Tokenizer, request: GenerateRequest, stops: Sequence[str]
+    backend: Backend, tokenizer: Tokenizer, request: GenerateRequest, options: TextOptions
 ) -> AsyncGenerator[Piece, None]:
     """Close it (`aclosing`): that stops the request on the workers."""
-    text = TextStream(tokenizer, stops, request.end_token_ids)
+    text = TextStream(tokenizer, options, request.end_token_ids)
     given = 0
     async with backend.generate(request) as generation:
         async for generated in generation:
@@ -48,7 +53,8 @@ async def stream_pieces(
             # The workers may be ahead of us: only what was read counts.
             given += len(generated.tokens)
             usage = structs.replace(generation.usage, completion_tokens=given)
-            yield Piece(new, generated.tokens, usage, reason, text.matched)
+            tokens, logprobs = generated.tokens, generated.logprobs
+            yield Piece(new, tokens, usage, reason, text.matched, logprobs)
             if reason is not None:
                 return
 
@@ -57,12 +63,12 @@ async def stream_all(
     backend: Backend,
     tokenizer: Tokenizer,
     requests: Sequence[GenerateRequest],
-    stops: Sequence[str],
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of several requests as they come, with the request's index."""
+    options: TextOptions,
+) -> Pieces:
+    """The pieces of several sequences as they come, with the sequence's index."""
     if len(requests) == 1:
         # The usual case goes without a task and a queue of its own.
-        async with aclosing(stream_pieces(backend, tokenizer, requests[0], stops)) as pieces:
+        async with aclosing(stream_pieces(backend, tokenizer, requests[0], options)) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return
@@ -70,7 +76,7 @@ async def stream_all(
 
     async def run(index: int, request: GenerateRequest) -> None:
         try:
-            async with aclosing(stream_pieces(backend, tokenizer, request, stops)) as pieces:
+            async with aclosing(stream_pieces(backend, tokenizer, request, options)) as pieces:
                 async for piece in pieces:
                     results.put_nowait((index, piece))
         except Exception as error:
@@ -95,6 +101,7 @@ class Answer:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
     matched: str | None = None
@@ -102,20 +109,43 @@ class Answer:
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens.extend(piece.tokens)
+        self.logprobs.extend(piece.logprobs)
         self.usage = piece.usage
         self.finish_reason = piece.finish_reason
         self.matched = piece.matched
 
 
-async def collect_all(
-    backend: Backend,
-    tokenizer: Tokenizer,
-    requests: Sequence[GenerateRequest],
-    stops: Sequence[str],
-) -> list[Answer]:
-    """The whole answers; the first request that fails ends all."""
-    answers = [Answer() for _ in requests]
-    async with aclosing(stream_all(backend, tokenizer, requests, stops)) as pieces:
+async def collect_all(pieces: Pieces, count: int) -> list[Answer]:
+    """The whole answers of `count` sequences; the first one that fails ends all."""
+    answers = [Answer() for _ in range(count)]
+    async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].add(piece)
     return answers
+
+
+@dataclass(frozen=True)
+class TotalUsage:
+    """Tokens of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+def total_usage(usages: Mapping[int, Usage], per_prompt: int) -> TotalUsage:
+    """Of several sequences by index, `per_prompt` of each prompt in a row: a prompt counts once.
+
+    Sequences of one prompt share its pages, so what the first of them computed the others find in
+    the caches: the prompt's sources are those of the one that computed most.
+    """
+    prompts: dict[int, Usage] = {}
+    for index, usage in usages.items():
+        known = prompts.setdefault(index // per_prompt, usage)
+        if usage.cached_tokens < known.cached_tokens:
+            prompts[index // per_prompt] = usage
+    return TotalUsage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in prompts.values()),
+        completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
+        cached_tokens=sum(usage.cached_tokens for usage in prompts.values()),
+    )

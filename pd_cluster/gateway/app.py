@@ -8,9 +8,12 @@ from pd_cluster import __version__
 from pd_cluster.config import Config
 from pd_cluster.gateway.admin import admin_routes
 from pd_cluster.gateway.backend import Backend, ModelInfo
-from pd_cluster.gateway.http import RequestContext, install_error_handlers
+from pd_cluster.gateway.gate import Gate
+from pd_cluster.gateway.http import install_error_handlers
+from pd_cluster.gateway.middleware import RequestContext
 from pd_cluster.gateway.native import native_routes
 from pd_cluster.gateway.openai import openai_routes
+from pd_cluster.gateway.openapi import openapi_routes
 from pd_cluster.gateway.prepare import Preparer
 from pd_cluster.gateway.services import Services
 from pd_cluster.model.tokenizer import Tokenizer
@@ -23,15 +26,21 @@ def create_app(
     model: ModelInfo,
     config: Config,
     metrics: GatewayMetrics,
+    gate: Gate | None = None,
 ) -> FastAPI:
-    """Serves `backend` over HTTP. `metrics` are those that the backend counts in."""
-    services = Services(backend, tokenizer, model, config, metrics, Preparer(tokenizer, model))
+    """Serves `backend` over HTTP. `metrics` are those that the backend counts in; who ends the
+    server closes `gate` first.
+    """
+    gate = gate or Gate()
+    prepare = Preparer(tokenizer, model)
+    services = Services(backend, tokenizer, model, config, metrics, prepare, gate)
     app = FastAPI(
         title="pd-cluster", version=__version__, openapi_url=None, docs_url=None, redoc_url=None
     )
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, config=config, gate=gate)
     install_error_handlers(app)
     app.include_router(openai_routes(services))
     app.include_router(native_routes(services))
     app.include_router(admin_routes(services))
+    app.include_router(openapi_routes())
     return app

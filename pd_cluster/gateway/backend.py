@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from pd_cluster.gateway.instructions import Usage
 from pd_cluster.observability.snapshots import ClusterSnapshot
-from pd_cluster.types import FinishReason, Role, SamplingParams
+from pd_cluster.types import FinishReason, Role, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What the gateway tells about the model, and checks requests against; lengths in tokens."""
+    """What the gateway tells about the model, and checks requests against; lengths in tokens.
+
+    `vocab_size` bounds token ids where the model's is smaller than the tokenizer's. `aliases` are
+    further names that requests may use. `sampling_defaults` stand for what a request
+    leaves out: temperature, top_p, top_k, min_p, repetition_penalty.
+    """
 
     name: str
     context_length: int
     pool_capacity: int
     eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int | None = None
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One prompt to continue.
+    """One sequence: a prompt to continue.
 
     `arrival` is when its bytes came (seconds of `time.monotonic`), `end_token_ids` are those that
-    end the sequence.
+    end the sequence. `sequence` tells those of one prompt apart: with one seed they still draw
+    differently. `timeout_s` is the client's own limit; the server's holds besides.
     """
 
     request_id: str
@@ -36,14 +45,20 @@ class GenerateRequest:
     arrival: float
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     namespace: str | None = None
+    sequence: int = 0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Generated:
-    """New tokens; the last one of a generation carries `finish_reason`."""
+    """New tokens; the last one of a generation carries `finish_reason`.
+
+    `logprobs` has one entry a token where they were asked for.
+    """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Generation(Protocol):
@@ -83,6 +98,10 @@ class Backend(Protocol):
 
     async def snapshot(self) -> ClusterSnapshot:
         """The state of coordinator and workers; those that do not answer in time are missing."""
+        ...
+
+    def stories(self, request_id: str) -> list[dict[str, Any]]:
+        """What became of each sequence of a running or recent request; empty: not known."""
         ...
 
     async def flush(self, role: Role | None) -> dict[str, Any]:

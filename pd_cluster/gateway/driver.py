@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Protocol, Self, assert_never
+from typing import Any, Protocol, Self, assert_never
 
 from pd_cluster.config import Config
 from pd_cluster.errors import InvalidTransition, RequestError, Unavailable
@@ -37,6 +37,7 @@ from pd_cluster.gateway.instructions import (
     WorkerLost,
 )
 from pd_cluster.gateway.request import RequestState
+from pd_cluster.gateway.stories import Stories
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.types import (
     AttemptEnded,
@@ -93,6 +94,7 @@ class Driver:
         self.name = name
         self.clock = clock
         self._running: dict[str, RunningRequest] = {}
+        self._stories = Stories(config.recent_requests)
         metrics.watch_gateway(self.count_running, self.count_waiting)
 
     def generate(self, request: GenerateRequest) -> RunningRequest:
@@ -121,6 +123,11 @@ class Driver:
     def count_waiting(self) -> int:
         return sum(each.state.state == "placing" for each in self._running.values())
 
+    def stories(self, request_id: str) -> list[dict[str, Any]]:
+        """What became of each sequence of a request, running or recent; empty: not known."""
+        running = [each.state for each in self._running.values()]
+        return self._stories.find(request_id, running, self.clock())
+
     def close(self) -> None:
         """Aborts every request; their clients get an error."""
         for running in list(self._running.values()):
@@ -132,7 +139,8 @@ class Driver:
         self._running[request_id] = running
 
     def leave(self, running: RunningRequest) -> None:
-        self._running.pop(running.state.request_id, None)
+        if self._running.pop(running.state.request_id, None):
+            self._stories.keep(running.state)
 
 
 class RunningRequest:
@@ -141,7 +149,10 @@ class RunningRequest:
     def __init__(self, driver: Driver, request: GenerateRequest) -> None:
         self._driver = driver
         self._arrival = request.arrival
-        self._deadline = request.arrival + driver.config.timeouts.request_s
+        limit, name = driver.config.timeouts.request_s, "timeouts.request_s"
+        if request.timeout_s is not None and request.timeout_s < limit:
+            limit, name = request.timeout_s, "timeout"
+        self._deadline = request.arrival + limit
         self.state = RequestState(
             request.request_id,
             request.prompt,
@@ -152,6 +163,8 @@ class RunningRequest:
             max_attempts=driver.config.max_attempts,
             end_token_ids=request.end_token_ids,
             namespace=request.namespace,
+            sequence=request.sequence,
+            time_limit=f"{name} ({limit:g} s)",
         )
         self._results: asyncio.Queue[Generated | Finish] = asyncio.Queue()
         self._over = False
@@ -247,9 +260,9 @@ class RunningRequest:
                 if self._placing is not None:
                     self._placing.cancel()
                 driver.link.attempt_ended(ended)
-            case Emit(tokens):
+            case Emit(tokens, logprobs):
                 self._observe_tokens(len(tokens))
-                self._results.put_nowait(Generated(tokens))
+                self._results.put_nowait(Generated(tokens, logprobs=logprobs))
             case Finish():
                 self._observe_finish(instruction)
                 self._results.put_nowait(instruction)

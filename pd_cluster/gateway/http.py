@@ -1,13 +1,9 @@
-"""What every route needs of HTTP: bodies, errors, request ids, and clients that hang up."""
+"""What every route needs of HTTP: bodies, errors, and clients that hang up."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import re
-import time
-import uuid
 from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -16,14 +12,11 @@ import msgspec
 import pydantic_core
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
-from pd_cluster.errors import BadRequest, RequestError
-
-logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 16 * 1024 * 1024
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+from pd_cluster.errors import BadRequest, PayloadTooLarge, RequestError
+from pd_cluster.gateway.record import RequestRecord
+from pd_cluster.gateway.tasks import stop_tasks
 
 T = TypeVar("T")
 
@@ -32,56 +25,22 @@ class ClientDisconnected(Exception):
     """The client hung up: the work was stopped, and nobody reads the answer."""
 
 
-class PayloadTooLarge(BadRequest):
-    status = 413
+def record_of(request: Request) -> RequestRecord:
+    record: RequestRecord = request.state.record
+    return record
 
 
-class RequestContext:
-    """ASGI middleware around every request.
-
-    Notes when it arrived, gives it an id that the answer carries, and answers our own bugs.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["arrival"] = time.monotonic()
-        started = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            if started:
-                raise
-            logger.exception("%s %s", scope["method"], scope["path"])
-            await json_response(internal_error_body(error), 500)(scope, receive, send_with_id)
-
-
-async def read_json(request: Request) -> Any:
-    """The body as JSON, whatever its Content-Type says."""
+async def read_json(request: Request, max_bytes: int) -> Any:
+    """The body as JSON, whatever its Content-Type says; nested no deeper than 200."""
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise _too_large()
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
+        if size > max_bytes:
+            raise _too_large(max_bytes)
         chunks.append(chunk)
     try:
         return pydantic_core.from_json(b"".join(chunks), allow_inf_nan=False)
@@ -110,13 +69,6 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def stop_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels and waits until each has run its clean-up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
@@ -125,15 +77,17 @@ def json_response(
     )
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    return _error_body(error.message, error.kind, error.param, error.code)
+def error_body(error: RequestError, request_id: str) -> dict[str, Any]:
+    return _error_body(error.message, error.kind, error.param, error.code, request_id)
 
 
-def error_response(error: RequestError) -> Response:
+def error_response(error: RequestError, request_id: str) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
-    return json_response(error_body(error), error.status, headers)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(error_body(error, request_id), error.status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -141,7 +95,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def on_request_error(request: Request, error: RequestError) -> Response:
-        return error_response(error)
+        record = record_of(request)
+        record.error = error.code
+        return error_response(error, record.request_id)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -153,7 +109,9 @@ def install_error_handlers(app: FastAPI) -> None:
             kind = "invalid_request_error"
         else:
             message, kind = str(error.detail), "invalid_request_error"
-        body = _error_body(message, kind, None, HTTPStatus(status).name.lower())
+        code, record = HTTPStatus(status).name.lower(), record_of(request)
+        record.error = code
+        body = _error_body(message, kind, None, code, record.request_id)
         return json_response(body, status, dict(error.headers or {}))
 
     @app.exception_handler(ClientDisconnected)
@@ -161,17 +119,26 @@ def install_error_handlers(app: FastAPI) -> None:
         return Response(status_code=499)
 
 
-def internal_error_body(error: Exception) -> dict[str, Any]:
-    return _error_body(
-        f"internal error: {type(error).__name__}", "server_error", None, "internal_error"
-    )
+def internal_error_body(error: Exception, request_id: str) -> dict[str, Any]:
+    message = f"internal error: {type(error).__name__}"
+    return _error_body(message, "server_error", None, "internal_error", request_id)
 
 
-def _error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _error_body(
+    message: str, kind: str, param: str | None, code: str | None, request_id: str
+) -> dict[str, Any]:
+    """OpenAI's shape, and the id by which logs and /admin/requests know the request."""
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": code,
+            "request_id": request_id,
+        }
+    }
 
 
-def _too_large() -> PayloadTooLarge:
-    return PayloadTooLarge(
-        f"the body is larger than {MAX_BODY_BYTES} bytes", code="payload_too_large"
-    )
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    message = f"the body is larger than {max_bytes} bytes (max_body_bytes)"
+    return PayloadTooLarge(message, code="payload_too_large")

@@ -18,6 +18,7 @@ from pd_cluster.types import (
     Rejection,
     Sources,
     StartAttempt,
+    TokenLogprobs,
     WorkerId,
 )
 
@@ -126,9 +127,10 @@ class EndAttempt(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """Tokens for the client."""
+    """Tokens for the client, with their logprobs where the request asked for them."""
 
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from pd_cluster.errors import BadRequest
-from pd_cluster.gateway.answer import Answer, Piece, collect_all, stream_all
-from pd_cluster.gateway.http import json_response, read_json, until_disconnected
+from pd_cluster.gateway.answer import Answer, Pieces, collect_all, stream_all
+from pd_cluster.gateway.http import json_response, read_json, record_of, until_disconnected
+from pd_cluster.gateway.logprobs import native_logprobs
 from pd_cluster.gateway.native_bodies import NativeBody
+from pd_cluster.gateway.prepare import Wishes
 from pd_cluster.gateway.services import Services
 from pd_cluster.gateway.sse import event, stream_response
+from pd_cluster.gateway.text import TextOptions
+from pd_cluster.model.tokenizer import Tokenizer
 
 # SGLang's default.
 MAX_NEW_TOKENS = 128
@@ -23,76 +25,106 @@ MAX_NEW_TOKENS = 128
 
 def native_routes(services: Services) -> APIRouter:
     router = APIRouter()
+    config = services.config
 
     @router.api_route("/generate", methods=["POST", "PUT"])
     async def generate(http: Request) -> Response:
-        body = NativeBody.parse(await read_json(http))
-        sampling = body.sampling_params
-        seeds = {sampling.seed, sampling.sampling_seed} - {None}
-        if len(seeds) > 1:
-            raise BadRequest("'seed' and 'sampling_seed' differ", param="sampling_seed")
-        arrival = http.state.arrival
+        body = NativeBody.parse(await read_json(http, config.max_body_bytes))
+        sampling, record = body.sampling_params, record_of(http)
         param = "input_ids" if body.text is None else "text"
-        requests = []
-        for prompt in body.prompts:
-            request = services.prepare.request(
-                uuid.uuid4().hex,
-                await services.prepare.tokenize(prompt, param),
-                sampling,
-                arrival=arrival,
-                prompt_param=param,
-                max_tokens=sampling.max_new_tokens,
-                max_tokens_param="max_new_tokens",
-                default_max_tokens=MAX_NEW_TOKENS,
-                seed=next(iter(seeds), None),
-                namespace=body.extra_key,
-            )
-            requests.append(request)
-        services.metrics.stage("tokenize", time.monotonic() - arrival)
-        names = body.rid if isinstance(body.rid, list) else [body.rid] if body.rid else None
-        ids = names or [request.request_id for request in requests]
+        wishes = Wishes(
+            prompt_param=param,
+            max_tokens=sampling.max_new_tokens,
+            max_tokens_param="max_new_tokens",
+            default_max_tokens=MAX_NEW_TOKENS,
+            min_tokens=sampling.min_new_tokens,
+            min_tokens_param="min_new_tokens",
+            logprobs=body.num_logprobs,
+            seed=sampling.seed if sampling.seed is not None else sampling.sampling_seed,
+            namespace=body.extra_key,
+            timeout_s=body.timeout,
+        )
+        prompts = [await services.prepare.tokenize(prompt, param) for prompt in body.prompts]
+        requests = services.prepare.requests(
+            record.unique_id, prompts, sampling, wishes, arrival=record.arrival
+        )
+        services.metrics.stage("tokenize", time.monotonic() - record.arrival)
+        record.details = {"stream": body.stream, "choices": len(requests)}
+        if config.log_prompts:
+            record.prompt = body.prompts
+        options = TextOptions(
+            stops=tuple(sampling.stop),
+            include_stop=bool(sampling.no_stop_trim),
+            skip_special_tokens=sampling.skip_special_tokens is not False,
+            min_tokens=sampling.min_new_tokens or 0,
+        )
+        pieces = stream_all(services.backend, services.tokenizer, requests, options)
+        pieces = record.watch(pieces, sampling.sequences)
+        shape = _Format(body, services.tokenizer, record.unique_id, record.arrival)
         if body.stream:
-            pieces = stream_all(services.backend, services.tokenizer, requests, sampling.stop)
-            events = _events(pieces, ids, arrival, is_batch=body.is_batch)
-            return await stream_response(http, events)
-        work = collect_all(services.backend, services.tokenizer, requests, sampling.stop)
-        answers = await until_disconnected(http, work)
-        bodies = [_body(answer, ids[index], arrival) for index, answer in enumerate(answers)]
-        return json_response(bodies if body.is_batch else bodies[0])
+            events = shape.events(pieces, len(requests))
+            return await stream_response(http, events, config.timeouts.keepalive_s)
+        answers = await until_disconnected(http, collect_all(pieces, len(requests)))
+        bodies = [shape.body(index, answer) for index, answer in enumerate(answers)]
+        return json_response(bodies if shape.is_list else bodies[0])
 
     return router
 
 
-async def _events(
-    pieces: AsyncGenerator[tuple[int, Piece], None],
-    ids: Sequence[str],
-    arrival: float,
-    *,
-    is_batch: bool,
-) -> AsyncGenerator[bytes, None]:
-    """As SGLang streams: each event has the whole text so far."""
-    answers = [Answer() for _ in ids]
-    async with aclosing(pieces):
-        async for index, piece in pieces:
-            answers[index].add(piece)
-            body = _body(answers[index], ids[index], arrival)
-            yield event({**body, "index": index} if is_batch else body)
+class _Format:
+    def __init__(
+        self, body: NativeBody, tokenizer: Tokenizer, request_id: str, arrival: float
+    ) -> None:
+        self.is_list = body.is_batch or body.sampling_params.sequences > 1
+        self._body = body
+        self._tokenizer = tokenizer
+        self._arrival = arrival
+        self._names = _names(body, request_id)
+
+    async def events(self, pieces: Pieces, count: int) -> AsyncGenerator[bytes, None]:
+        """As SGLang streams: each event has the whole text so far."""
+        answers = [Answer() for _ in range(count)]
+        async with aclosing(pieces):
+            async for index, piece in pieces:
+                answers[index].add(piece)
+                body = self.body(index, answers[index])
+                yield event({**body, "index": index} if self.is_list else body)
+
+    def body(self, index: int, answer: Answer) -> dict[str, Any]:
+        assert answer.usage is not None
+        body, logprobs = self._body, {}
+        if body.num_logprobs >= 0:
+            logprobs = native_logprobs(
+                self._tokenizer,
+                answer.logprobs,
+                texts=bool(body.return_text_in_logprobs),
+                top=body.num_logprobs > 0,
+            )
+        return {
+            "text": answer.text,
+            "output_ids": answer.tokens,
+            "meta_info": {
+                "id": self._names[index],
+                "finish_reason": _finish_reason(answer),
+                "prompt_tokens": answer.usage.prompt_tokens,
+                "completion_tokens": answer.usage.completion_tokens,
+                "cached_tokens": answer.usage.cached_tokens,
+                "e2e_latency": time.monotonic() - self._arrival,
+                **logprobs,
+            },
+        }
 
 
-def _body(answer: Answer, request_id: str, arrival: float) -> dict[str, Any]:
-    assert answer.usage is not None
-    return {
-        "text": answer.text,
-        "output_ids": answer.tokens,
-        "meta_info": {
-            "id": request_id,
-            "finish_reason": _finish_reason(answer),
-            "prompt_tokens": answer.usage.prompt_tokens,
-            "completion_tokens": answer.usage.completion_tokens,
-            "cached_tokens": answer.usage.cached_tokens,
-            "e2e_latency": time.monotonic() - arrival,
-        },
-    }
+def _names(body: NativeBody, request_id: str) -> Sequence[str]:
+    """What the answers call themselves: the client's name for each prompt, else ours."""
+    sequences = body.sampling_params.sequences
+    count = len(body.prompts) * sequences
+    if body.rid is None:
+        return [f"{request_id}.{index}" for index in range(count)] if count > 1 else [request_id]
+    given = body.rid if isinstance(body.rid, list) else [body.rid]
+    if sequences == 1:
+        return given
+    return [f"{name}.{sequence}" for name in given for sequence in range(sequences)]
 
 
 def _finish_reason(answer: Answer) -> dict[str, Any] | None:

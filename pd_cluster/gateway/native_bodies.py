@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from pd_cluster.errors import BadRequest
-from pd_cluster.gateway.protocol import Body, Prompt, Sampling, Seed, prompt_list
+from pd_cluster.gateway.protocol import (
+    IDS_SCHEMA,
+    MAX_TOP_LOGPROBS,
+    TEXT_SCHEMA,
+    Body,
+    Namespace,
+    Prompt,
+    Sampling,
+    Seed,
+    prompt_list,
+)
 
 
 class NativeSampling(Sampling):
+    """`no_stop_trim` keeps the stop string in the text."""
+
     absent = {
-        "n": (None, 1),
-        "min_new_tokens": (None, 0),
-        "min_p": (None, 0),
-        "presence_penalty": (None, 0),
-        "frequency_penalty": (None, 0),
-        "repetition_penalty": (None, 1),
-        "logit_bias": (None, {}),
         "json_schema": (None,),
         "regex": (None,),
         "ebnf": (None,),
         "stop_regex": (None, []),
-        "skip_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
-        "no_stop_trim": (None, False),
     }
 
     max_new_tokens: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
     sampling_seed: Seed | None = None
+    no_stop_trim: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_seed(self) -> Self:
+        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
+            raise BadRequest("'seed' and 'sampling_seed' differ", param="sampling_seed")
+        return self
 
 
 class NativeBody(Body):
     """SGLang's /generate: exactly one of `text` and `input_ids`, single or a list.
 
-    `rid` is what the answer calls itself, and nothing else.
+    `rid` is what the answer calls itself, and nothing else. `timeout` (seconds) bounds the whole
+    request.
     """
 
     absent = {
-        "return_logprob": (None, False),
         "return_hidden_states": (None, False),
-        "return_text_in_logprobs": (None, False),
         "logprob_start_len": (None, -1),
-        "top_logprobs_num": (None, 0),
         "image_data": (None,),
         "input_embeds": (None,),
         "lora_path": (None,),
@@ -51,12 +60,16 @@ class NativeBody(Body):
         "priority": (None, 0),
     }
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    text: Annotated[str | list[str] | None, TEXT_SCHEMA] = None
+    input_ids: Annotated[list[int] | list[list[int]] | None, IDS_SCHEMA] = None
     sampling_params: NativeSampling = NativeSampling()
     stream: bool = False
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
-    extra_key: str | None = Field(None, min_length=1, max_length=256)
+    extra_key: Namespace | None = None
+    timeout: float | None = Field(None, gt=0)
 
     @field_validator("text", "input_ids", mode="plain")
     @classmethod
@@ -81,6 +94,9 @@ class NativeBody(Body):
             isinstance(self.rid, list) != self.is_batch or len(names) != len(self.prompts)
         ):
             raise BadRequest("'rid' must be one string for each prompt", param="rid")
+        if self.top_logprobs_num and not self.return_logprob:
+            message = "'top_logprobs_num' needs 'return_logprob': true"
+            raise BadRequest(message, param="top_logprobs_num")
         return self
 
     @property
@@ -94,3 +110,8 @@ class NativeBody(Body):
             return isinstance(self.text, list)
         assert self.input_ids is not None
         return isinstance(self.input_ids[0], list)
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the likeliest tokens to report with each token; -1: no logprobs."""
+        return (self.top_logprobs_num or 0) if self.return_logprob else -1

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from pd_cluster.errors import BadRequest
-from pd_cluster.gateway.protocol import Body, Neutral, Prompt, Sampling, json_type, prompt_list
+from pd_cluster.gateway.protocol import (
+    MAX_TOP_LOGPROBS,
+    PROMPT_SCHEMA,
+    Body,
+    Namespace,
+    Neutral,
+    Prompt,
+    Sampling,
+    json_type,
+    prompt_list,
+)
+
+MAX_PARTS = 1024
 
 _ABSENT: Neutral = {
-    "n": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
     "priority": (None, 0),
     "metadata": (None, {}),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True),
 }
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_PARTS = {"type": "array", "items": _PART, "maxItems": MAX_PARTS}
+_CONTENT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})
 
 
 class StreamOptions(Body):
@@ -31,14 +45,20 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(Sampling):
-    """What both OpenAI routes share; `user` is taken and not used."""
+    """What both OpenAI routes share; `user` is taken and not used.
+
+    `timeout` (seconds) bounds the whole request, as the server's own limit does.
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: Namespace | None = None
+    timeout: float | None = Field(None, gt=0)
 
     @field_validator("stream_options")
     @classmethod
@@ -51,23 +71,47 @@ class OpenAIBody(Sampling):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the likeliest tokens to report with each token; -1: no logprobs."""
+        raise NotImplementedError
+
 
 class CompletionBody(OpenAIBody):
-    absent = {
-        **_ABSENT,
-        "best_of": (None, 1),
-        "echo": (None, False),
-        "logprobs": (None,),
-        "suffix": (None, ""),
-    }
+    """Several prompts give several choices, `n` of each in a row."""
 
-    # Several prompts give several choices.
-    prompt: list[Prompt]
+    absent = {**_ABSENT, "suffix": (None, "")}
+
+    prompt: Annotated[list[Prompt], PROMPT_SCHEMA]
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompts(cls, value: object) -> list[Prompt]:
         return prompt_list(value)
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.best_of not in (None, self.sequences):
+            raise BadRequest(
+                f"best_of ({self.best_of}) is only supported where it equals n ({self.sequences})",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        if self.echo and self.logprobs is not None:
+            raise BadRequest(
+                "'echo' with 'logprobs' is not supported yet: a prompt has no logprobs here",
+                param="echo",
+                code="unsupported_parameter",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
 
 
 class ChatMessage(Body):
@@ -83,7 +127,7 @@ class ChatMessage(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Annotated[str, _CONTENT_SCHEMA]
     name: str | None = None
 
     @field_validator("content", mode="plain")
@@ -93,6 +137,8 @@ class ChatMessage(Body):
             return value
         if not isinstance(value, list):
             raise ValueError(f"must be a string or a list of text parts, not {json_type(value)}")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"at most {MAX_PARTS} parts in one message, not {len(value)}")
         for index, part in enumerate(value):
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise ValueError(f"part {index}: only parts of type 'text' are supported")
@@ -104,8 +150,7 @@ class ChatMessage(Body):
 class ChatBody(OpenAIBody):
     absent = {
         **_ABSENT,
-        "logprobs": (None, False),
-        "top_logprobs": (None, 0),
+        "add_special_tokens": (None, False),
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True, False),
@@ -118,13 +163,21 @@ class ChatBody(OpenAIBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _agreeing(self) -> Self:
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise BadRequest(
                 f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) differ",
                 param="max_completion_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         return self
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1

@@ -5,16 +5,39 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pd_cluster.errors import BadRequest
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
-from pd_cluster.gateway.protocol import Prompt, Sampling
+from pd_cluster.gateway.protocol import MAX_PROMPTS, Prompt, Sampling
+from pd_cluster.gateway.stories import sequence_id
 from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.types import SamplingParams
 
 # Longer texts are tokenised in a thread, so that they do not hold up the streams.
 INLINE_TEXT_LENGTH = 4096
+# Colder is greedy: the division would leave float32's range.
+COLDEST = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What routes know by names of their own; `..._param` is the name that an error tells.
+
+    `default_max_tokens` None: as many as fit. `logprobs` is SamplingParams'.
+    """
+
+    prompt_param: str
+    max_tokens: int | None
+    max_tokens_param: str = "max_tokens"
+    default_max_tokens: int | None = None
+    min_tokens: int | None = None
+    min_tokens_param: str = "min_tokens"
+    logprobs: int = -1
+    seed: int | None = None
+    namespace: str | None = None
+    timeout_s: float | None = None
 
 
 class Preparer:
@@ -23,67 +46,111 @@ class Preparer:
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        sizes = (tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
+        self._vocab_size = min(sizes)
 
-    async def tokenize(self, prompt: Prompt, param: str) -> list[int]:
+    async def tokenize(
+        self, prompt: Prompt, param: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """`param` is the field that an error names."""
-        if isinstance(prompt, str):
-            if len(prompt) <= INLINE_TEXT_LENGTH:
-                return self._tokenizer.encode(prompt)
-            return await asyncio.to_thread(self._tokenizer.encode, prompt)
-        self._check_ids(prompt, param)
-        return prompt
+        if not isinstance(prompt, str):
+            self._check_ids(prompt, param)
+            return prompt
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+        return encode() if len(prompt) <= INLINE_TEXT_LENGTH else await asyncio.to_thread(encode)
 
     async def apply_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if sum(len(message["content"]) for message in messages) <= INLINE_TEXT_LENGTH:
             return self._tokenizer.apply_chat_template(messages)
         return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
 
-    def request(
+    def requests(
         self,
         request_id: str,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         sampling: Sampling,
+        wishes: Wishes,
         *,
         arrival: float,
-        prompt_param: str,
-        max_tokens: int | None,
-        max_tokens_param: str = "max_tokens",
-        default_max_tokens: int | None = None,
-        seed: int | None = None,
-        namespace: str | None = None,
-    ) -> GenerateRequest:
-        """Raises BadRequest naming the field and the limit.
+    ) -> list[GenerateRequest]:
+        """The sequences of a request, those of one prompt in a row.
 
-        `default_max_tokens` None: as many as fit.
+        Raises BadRequest naming the field and the limit.
         """
-        stop_token_ids = tuple(sampling.stop_token_ids or ())
-        self._check_ids(stop_token_ids, "stop_token_ids")
-        if max_tokens is None:
-            room = self._room(len(prompt), 1, prompt_param, prompt_param)
-            max_tokens = min(room, default_max_tokens or room)
-        else:
-            self._room(len(prompt), max_tokens, prompt_param, max_tokens_param)
-        top_k = sampling.top_k or 0
-        params = SamplingParams(
+        number = sampling.sequences
+        if len(prompts) * number > MAX_PROMPTS:
+            message = f"{len(prompts)} prompts x n ({number}): more than {MAX_PROMPTS} sequences"
+            raise BadRequest(message, param="n", code="too_many_sequences")
+        seed = secrets.randbits(63) if wishes.seed is None else wishes.seed & (2**63 - 1)
+        requests: list[GenerateRequest] = []
+        for prompt in prompts:
+            # Without a seed of the client's, equal prompts of a batch draw differently.
+            drawn = seed if wishes.seed is not None else seed + len(requests) & (2**63 - 1)
+            params = self._params(len(prompt), sampling, wishes, drawn)
+            first = GenerateRequest(
+                request_id=request_id,
+                prompt=tuple(prompt),
+                params=params,
+                arrival=arrival,
+                end_token_ids=frozenset(params.stop_token_ids),
+                namespace=wishes.namespace,
+                timeout_s=wishes.timeout_s,
+            )
+            for sequence in range(number):
+                name = sequence_id(request_id, len(requests))
+                requests.append(replace(first, request_id=name, sequence=sequence))
+        return requests
+
+    def _params(
+        self, prompt_len: int, sampling: Sampling, wishes: Wishes, seed: int
+    ) -> SamplingParams:
+        self._check_ids(sampling.stop_token_ids or (), "stop_token_ids")
+        # Workers know the model's end-of-sequence ids, but not the tokenizer's.
+        eos = frozenset() if sampling.ignore_eos else self._model.eos_token_ids
+        stop_token_ids = tuple(sorted(eos.union(sampling.stop_token_ids or ())))
+        biases = tuple((int(key), bias) for key, bias in (sampling.logit_bias or {}).items())
+        self._check_ids([token for token, _ in biases], "logit_bias")
+        temperature = self._default("temperature", sampling.temperature, 1.0)
+        max_tokens = self._max_tokens(prompt_len, wishes)
+        min_tokens = wishes.min_tokens or 0
+        if min_tokens > max_tokens:
+            param, limit = wishes.min_tokens_param, wishes.max_tokens_param
+            raise BadRequest(
+                f"{param} ({min_tokens}) is more than {limit} ({max_tokens})", param=param
+            )
+        return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if sampling.temperature is None else sampling.temperature,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            top_k=max(0, top_k),
-            seed=secrets.randbits(63) if seed is None else seed & (2**63 - 1),
+            temperature=0.0 if temperature < COLDEST else temperature,
+            top_p=self._default("top_p", sampling.top_p, 1.0),
+            top_k=max(0, int(self._default("top_k", sampling.top_k, 0))),
+            min_p=self._default("min_p", sampling.min_p, 0.0),
+            presence_penalty=sampling.presence_penalty or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            repetition_penalty=self._default(
+                "repetition_penalty", sampling.repetition_penalty, 1.0
+            ),
+            logit_bias=biases,
+            min_tokens=min_tokens,
+            seed=seed,
             ignore_eos=bool(sampling.ignore_eos),
             stop_token_ids=stop_token_ids,
+            logprobs=min(wishes.logprobs, self._vocab_size),
         )
-        ends = frozenset(stop_token_ids)
-        if not params.ignore_eos:
-            ends |= self._model.eos_token_ids
-        return GenerateRequest(
-            request_id=request_id,
-            prompt=tuple(prompt),
-            params=params,
-            arrival=arrival,
-            end_token_ids=ends,
-            namespace=namespace,
-        )
+
+    def _default(self, field: str, given: float | None, neutral: float) -> float:
+        """What the client gave, else what the model's makers recommend."""
+        return given if given is not None else self._model.sampling_defaults.get(field, neutral)
+
+    def _max_tokens(self, prompt_len: int, wishes: Wishes) -> int:
+        if wishes.max_tokens is not None:
+            self._room(prompt_len, wishes.max_tokens, wishes.prompt_param, wishes.max_tokens_param)
+            return wishes.max_tokens
+        room = self._room(prompt_len, 1, wishes.prompt_param, wishes.prompt_param)
+        default = wishes.default_max_tokens
+        return room if default is None else min(room, max(default, wishes.min_tokens or 0))
 
     def _room(self, prompt_len: int, wanted: int, prompt_param: str, wanted_param: str) -> int:
         """The most tokens that an answer can have; BadRequest where `wanted` is more."""
@@ -109,7 +176,7 @@ class Preparer:
         )
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        size = self._tokenizer.vocab_size
+        size = self._vocab_size
         bad = next((each for each in ids if not 0 <= each < size), None)
         if bad is not None:
             raise BadRequest(

@@ -14,19 +14,38 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from pd_cluster.errors import BadRequest
 
 MAX_STOP_STRINGS = 4
 MAX_PROMPTS = 256
+MAX_SEQUENCES = 128
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
 
 Prompt = str | list[int]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Namespace = Annotated[str, Field(min_length=1, max_length=256)]
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
+_ID_LISTS = {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS}
+_STOPS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
+TEXT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})
+IDS_SCHEMA = WithJsonSchema({"anyOf": [_IDS, _ID_LISTS]})
+PROMPT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, _ID_LISTS]})
+STOP_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _STOPS]})
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
@@ -62,6 +81,17 @@ class Body(BaseModel):
                 )
         return {key: value for key, value in data.items() if key not in cls.absent}
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """With the fields of `absent`, which the generated schema does not know."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        properties = schema.setdefault("properties", {})
+        for field, neutral in cls.absent.items():
+            properties[field] = {"enum": list(neutral), "description": "Not supported yet."}
+        return schema
+
 
 class Sampling(Body):
     """What all ways to ask share; None means the default."""
@@ -69,10 +99,23 @@ class Sampling(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    # Bounded so that float32 logits stay finite.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: dict[BiasToken, Bias] | None = Field(None, max_length=MAX_BIASES)
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     seed: Seed | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS), STOP_SCHEMA] = []
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many answers to each prompt."""
+        return self.n or 1
 
     @field_validator("stop", mode="before")
     @classmethod

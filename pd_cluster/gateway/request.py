@@ -104,7 +104,7 @@ class RequestState(Tracked[State]):
     `end_token_ids` end a sequence (end-of-sequence ids unless ignored, and the request's own): a
     request that lost its worker after such a token needs no further attempt. `max_attempts` bounds
     the failed attempts; refused and retracted ones are bounded by `deadline` (seconds, same clock
-    as `now`) alone.
+    as `now`) alone. `time_limit` names what set the deadline, for the error that tells of it.
     """
 
     def __init__(
@@ -119,6 +119,8 @@ class RequestState(Tracked[State]):
         max_attempts: int,
         end_token_ids: Collection[int] = (),
         namespace: str | None = None,
+        sequence: int = 0,
+        time_limit: str = "timeouts.request_s",
     ) -> None:
         assert prompt, "a request without a prompt"
         super().__init__(f"request {request_id}", "new", TRANSITIONS, now)
@@ -133,6 +135,8 @@ class RequestState(Tracked[State]):
         self._max_attempts = max_attempts
         self._end_token_ids = frozenset(end_token_ids)
         self._namespace = namespace
+        self._sequence = sequence
+        self._time_limit = time_limit
         self._number = 0
         self._placement: Placement | None = None
         self._finish: Finish | None = None
@@ -213,6 +217,7 @@ class RequestState(Tracked[State]):
             params=self.params,
             timeout_s=max(0.0, self._deadline - now),
             route=placement.route,
+            sequence=self._sequence,
             namespace=self._namespace,
         )
         return [Submit(placement.decode, message)]
@@ -244,7 +249,7 @@ class RequestState(Tracked[State]):
             self.tokens.extend(output.tokens)
             self._fruitless = 0
             self._avoid.clear()
-            instructions.append(Emit(output.tokens))
+            instructions.append(Emit(output.tokens, output.logprobs))
         match output.outcome:
             case None:
                 return instructions
@@ -374,6 +379,6 @@ class RequestState(Tracked[State]):
         where = f"while {self.state}, attempt {self._number}, {len(self.tokens)} tokens generated"
         _, _, why = self.story[-1]
         return DeadlineExceeded(
-            f"the request's time was over ({where}; last: {why})",
+            f"the request's time, {self._time_limit}, was over ({where}; last: {why})",
             code="deadline_exceeded",
         )

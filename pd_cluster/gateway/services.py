@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pd_cluster.config import Config
 from pd_cluster.gateway.backend import Backend, ModelInfo
+from pd_cluster.gateway.gate import Gate
 from pd_cluster.gateway.prepare import Preparer
 from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.observability.metrics import GatewayMetrics
@@ -19,3 +20,4 @@ class Services:
     config: Config
     metrics: GatewayMetrics
     prepare: Preparer
+    gate: Gate

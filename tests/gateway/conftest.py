@@ -125,6 +125,9 @@ class FakeCluster:
         self.flushed.append(role)
         return {"decode-0": {"evicted": 3}}
 
+    def stories(self, request_id: str) -> list[dict[str, Any]]:
+        return self.driver.stories(request_id)
+
     # ClusterLink
 
     async def place(self, request: PlaceRequest) -> Placement | Rejection:

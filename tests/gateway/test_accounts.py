@@ -61,9 +61,9 @@ async def test_ttft_starts_at_arrival_before_tokenisation(client, cluster, token
     encode, generate = tokenizer.encode, cluster.generate
     tokenised: list[float] = []
 
-    def note_time(text: str) -> list[int]:
+    def note_time(text: str, **options: bool) -> list[int]:
         tokenised.append(cluster.driver.clock())
-        return encode(text)
+        return encode(text, **options)
 
     def minutes_ago(request):
         assert request.arrival <= tokenised[0]

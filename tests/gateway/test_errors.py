@@ -26,7 +26,8 @@ def check(response, status: int, param: str | None = None, *words: str) -> dict:
     body = response.json()
     assert body.keys() == {"error"}
     error = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    assert error.keys() == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
     assert error["param"] == param
     for word in words or ([param] if param else []):
         assert word in error["message"]
@@ -52,12 +53,24 @@ SHARED = [
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"stop_token_ids": [258]}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
     ({"n": True}, "n"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"logit_bias": {"258": 5}}, "logit_bias"),
+    ({"logit_bias": {"1": 100.5}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+    ({"logit_bias": {"01": 5}}, "logit_bias.01.[key]"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias.-1.[key]"),
+    ({"logit_bias": {"a": 5}}, "logit_bias.a.[key]"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens"),
 ]
-UNSUPPORTED = ("n", "presence_penalty", "logit_bias")
 INTERNAL = ["attempt", "worker", "reservation", "prefill", "decode", "bootstrap_room", "nonsense"]
 
 
@@ -66,7 +79,8 @@ INTERNAL = ["attempt", "worker", "reservation", "prefill", "decode", "bootstrap_
 async def test_sampling_parameters(client, cluster, path, fields, param):
     if path == GENERATE:
         response = await client.post(path, json={"text": "Hi", "sampling_params": fields})
-        if param not in (*UNSUPPORTED, "stop_token_ids"):
+        # The vocabulary is checked by those who know nothing of the body's structure.
+        if fields.get(param) not in ([258], {"258": 5}):
             param = f"sampling_params.{param}"
     else:
         response = await client.post(path, json={**VALID[path], **fields})
@@ -97,7 +111,9 @@ OPENAI = [
     ({"stream": True, "stream_options": {"worker": 1}}, "stream_options.worker"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"user": 5}, "user"),
-    ({"min_tokens": 5}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"timeout": 0}, "timeout"),
 ]
 
 
@@ -129,8 +145,9 @@ async def test_openai_parameters(client, path, fields, param):
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -174,7 +191,13 @@ async def test_prompts(client, fields, words):
         ({"text": "a", "stream": "x"}, "stream"),
         ({"text": "a", "rid": ["x"]}, "rid"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
-        ({"text": "a", "return_logprob": True}, "return_logprob"),
+        ({"text": "a", "return_logprob": 1}, "return_logprob"),
+        ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        (
+            {"text": "a", "sampling_params": {"min_new_tokens": 6, "max_new_tokens": 5}},
+            "min_new_tokens",
+        ),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
     ],
 )

@@ -51,7 +51,7 @@ async def test_chat(api, cluster):
     (start,) = cluster.started
     assert start.namespace == "me"
     assert (start.params.temperature, start.params.top_p, start.params.top_k) == (0.5, 0.9, 5)
-    assert (start.params.max_tokens, start.params.stop_token_ids) == (50, (3,))
+    assert (start.params.max_tokens, start.params.stop_token_ids) == (50, (3, 257))
     assert start.params.seed == 2**63 - 7
 
 
@@ -117,7 +117,7 @@ async def test_exact_counts_case_26(api, max_tokens, ignore_eos, count):
 
 async def test_errors(api, cluster):
     with pytest.raises(openai.BadRequestError) as caught:
-        await api.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+        await api.chat.completions.create(model="tiny", messages=MESSAGES, n=0)
     assert caught.value.param == "n"
     cluster.place_answers = [
         Rejection(attempt=AttemptId("", 1), status=429, reason="queue_full", message="full")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.gateway.text import TextStream
+from pd_cluster.gateway.text import TextOptions, TextStream
 
 EOS = 257
 
@@ -12,7 +12,7 @@ EOS = 257
 @pytest.fixture(scope="module")
 def run(tokenizer):
     def run(text: str, stops: list[str], size: int = 1) -> tuple[list[str], str | None]:
-        stream = TextStream(tokenizer, stops, {EOS})
+        stream = TextStream(tokenizer, TextOptions(stops=tuple(stops)), {EOS})
         ids = tokenizer.encode(text)
         out = [stream.feed(ids[at : at + size]) for at in range(0, len(ids), size)]
         return [*out, stream.flush()], stream.matched
@@ -53,13 +53,13 @@ def test_characters_are_whole(run):
 
 
 def test_an_end_token_has_no_text(tokenizer):
-    stream = TextStream(tokenizer, [], {ord("b") - 33})
+    stream = TextStream(tokenizer, TextOptions(), {ord("b") - 33})
     assert tokenizer.encode("b") == [ord("b") - 33]
     assert stream.feed(tokenizer.encode("ab")) + stream.flush() == "a"
 
 
 def test_broken_characters_come_out_at_the_end(tokenizer):
-    stream = TextStream(tokenizer, ["zzz"], set())
+    stream = TextStream(tokenizer, TextOptions(stops=("zzz",)), set())
     broken = tokenizer.encode("🌍")[:2]
     assert stream.feed(broken) == ""
     assert "\ufffd" in stream.flush()
