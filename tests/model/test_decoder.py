@@ -1,4 +1,4 @@
-"""The decoder against transformers, for every family and feature that a config can name."""
+"""The decoder against transformers' LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -14,36 +14,11 @@ from pd_cluster.model.tokenizer import Tokenizer
 from tests.model.reference import Reference, compare
 from tests.model.tiny import Runner, random_ids, save_tiny
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    # Of the waves of theta 500 some are shorter than a quarter of it, some longer than it.
-    "original_max_position_embeddings": 64,
-}
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped_untied": {},
     "grouped_tied": {"tie_word_embeddings": True, "rope_theta": 500.0},
     "multi_head": {"num_attention_heads": 2, "num_key_value_heads": 2},
     "own_head_dim": {"head_dim": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-3},
-    "llama3_scaling": {"rope_parameters": LLAMA3},
-    "linear_scaling": {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-    "llama_biases": {"attention_bias": True, "mlp_bias": True},
-    "smollm2_135m": {
-        "tie_word_embeddings": True,
-        "hidden_size": 72,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 8,
-    },
-    "mistral": {"family": "mistral", "sliding_window": None, "head_dim": 24},
-    "mistral_within_its_window": {"family": "mistral", "sliding_window": 48},
-    "qwen2_untied": {"family": "qwen2"},
-    "qwen2_tied": {"family": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6},
-    "qwen3_tied": {"family": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-    "qwen3_biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True},
 }
 
 
