@@ -35,6 +35,7 @@ console = Console(stderr=True, highlight=False)
 ClusterName = Annotated[str, typer.Option(help="Which of this user's clusters.")]
 # Options of `serve`, grouped as in --help. A value that is not given is left to the config file.
 MODEL, CACHE, LIMITS, CLUSTER = "Model", "KV cache", "Limits", "Cluster"
+TIERS = "KV cache tiers"
 
 
 @app.command()
@@ -74,6 +75,43 @@ def serve(
     disable_radix_cache: Annotated[
         bool, typer.Option(help="Keep no prefixes.", rich_help_panel=CACHE)
     ] = False,
+    radix_cache_backend: Annotated[
+        str | None, typer.Option(help="A registered cache, or module:name.", rich_help_panel=CACHE)
+    ] = None,
+    strip_thinking_cache: Annotated[
+        bool, typer.Option(help="Keep prompts, not answers.", rich_help_panel=CACHE)
+    ] = False,
+    enable_hierarchical_cache: Annotated[
+        bool, typer.Option(help="Keep what is evicted in host memory.", rich_help_panel=TIERS)
+    ] = False,
+    hicache_ratio: Annotated[
+        float | None, typer.Option(help="Host memory per KV pool.", rich_help_panel=TIERS)
+    ] = None,
+    hicache_size: Annotated[
+        float | None, typer.Option(help="Host memory in GB.", rich_help_panel=TIERS)
+    ] = None,
+    hicache_write_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="write_through, write_back, write_through_selective.", rich_help_panel=TIERS
+        ),
+    ] = None,
+    hicache_storage_backend: Annotated[
+        str | None, typer.Option(help="file, redis or module:factory.", rich_help_panel=TIERS)
+    ] = None,
+    hicache_storage_backend_extra_config: Annotated[
+        str | None, typer.Option(help="JSON object for the backend.", rich_help_panel=TIERS)
+    ] = None,
+    hicache_storage_size: Annotated[
+        float | None, typer.Option(help="GB of the file backend.", rich_help_panel=TIERS)
+    ] = None,
+    hicache_storage_prefetch_policy: Annotated[
+        str | None,
+        typer.Option(help="best_effort, wait_complete, timeout.", rich_help_panel=TIERS),
+    ] = None,
+    kv_events_config: Annotated[
+        str | None, typer.Option(help="JSON object: publish KV events.", rich_help_panel=CACHE)
+    ] = None,
     chunked_prefill_size: Annotated[
         int | None, typer.Option(help="Prompt tokens in a step.", rich_help_panel=LIMITS)
     ] = None,
@@ -118,6 +156,19 @@ def serve(
             "--radix-eviction-policy-config", radix_eviction_policy_config
         ),
         "disable_radix_cache": disable_radix_cache or None,
+        "radix_cache_backend": radix_cache_backend,
+        "strip_thinking_cache": strip_thinking_cache or None,
+        "enable_hierarchical_cache": enable_hierarchical_cache or None,
+        "hicache_ratio": hicache_ratio,
+        "hicache_size": hicache_size,
+        "hicache_write_policy": hicache_write_policy,
+        "hicache_storage_backend": hicache_storage_backend,
+        "hicache_storage_backend_extra_config": _json(
+            "--hicache-storage-backend-extra-config", hicache_storage_backend_extra_config
+        ),
+        "hicache_storage_size": hicache_storage_size,
+        "hicache_storage_prefetch_policy": hicache_storage_prefetch_policy,
+        "kv_events_config": _json("--kv-events-config", kv_events_config),
         "chunked_prefill_size": chunked_prefill_size,
         "max_running_requests": max_running_requests,
         "max_queued_requests": max_queued_requests,

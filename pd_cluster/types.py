@@ -87,12 +87,15 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
 
     computed: int = 0
     pulled: int = 0
+    disk_hit: int = 0
+    host_hit: int = 0
     prefill_hit: int = 0
     decode_hit: int = 0
 
     @property
     def cached(self) -> int:
-        return self.pulled + self.prefill_hit + self.decode_hit
+        below = self.disk_hit + self.host_hit
+        return self.pulled + below + self.prefill_hit + self.decode_hit
 
 
 # --- gateway → coordinator ------------------------------------------------------------------------

@@ -45,6 +45,9 @@ LAYERS = {
     "pd_cluster.worker.*": DECIDES,
     "pd_cluster.simulate*": 4,
     "pd_cluster.worker.engine": 5,
+    "pd_cluster.worker.cache": 5,
+    "pd_cluster.worker.kv_publisher": 5,
+    "pd_cluster.worker.tier_io": 5,
     "pd_cluster.worker.transport": 5,
     "pd_cluster.peers": 6,
     "pd_cluster.worker.actor": 7,
@@ -81,7 +84,10 @@ SHELLS = (
     "pd_cluster.cache.storage_*",  # files and sockets behind cache/storage.py's interface
     "pd_cluster.coordinator.actor",
     "pd_cluster.worker.actor",
+    "pd_cluster.worker.cache",
     "pd_cluster.worker.engine",
+    "pd_cluster.worker.kv_publisher",
+    "pd_cluster.worker.tier_io",
     "pd_cluster.worker.transport",
 )
 IMPURE = {

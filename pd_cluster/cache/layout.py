@@ -107,6 +107,20 @@ class Layout(ABC):
     def copy_pages(self, src: Pages, dst: Pages) -> None:
         """Copy page `src[i]` to `dst[i]`; as if all were read before any is written."""
 
+    @abstractmethod
+    def view(self, first: int, count: int) -> torch.Tensor:
+        """Consecutive pages, [count, num_layers, 2, page_size, num_kv_heads, head_dim], by any
+        layout: a view."""
+
+    def copy_from(self, source: Layout, src: Pages, dst: Pages) -> None:
+        """Copy pages `src` of another memory to pages `dst` of this one, of any two layouts."""
+        breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+        bounds = [0, *breaks.tolist(), src.size]
+        for at, end in zip(bounds, bounds[1:], strict=False):
+            if end > at:
+                pages = source.view(int(src[at]), end - at)
+                self.view(int(dst[at]), end - at).copy_(pages, non_blocking=True)
+
     def region(self) -> Region:
         """(address, bytes, device id) of the whole memory, for registering it."""
         return self.buffer.data_ptr(), self.num_pages * self.page_bytes, self._device_id
@@ -165,6 +179,9 @@ class PageFirstLayout(Layout):
     def rows(self, pages: Pages, num_pages: int | None = None) -> Rows:
         return pages.astype(np.int64)
 
+    def view(self, first: int, count: int) -> torch.Tensor:
+        return self.buffer[first : first + count]
+
     def copy_pages(self, src: Pages, dst: Pages) -> None:
         self.buffer[self._index(dst)] = self.buffer[self._index(src)]
 
@@ -197,6 +214,9 @@ class LayerFirstLayout(Layout):
         # Pages innermost: runs of consecutive pages stay runs within each layer, and merge.
         slabs = np.arange(self.num_layers * 2, dtype=np.int64) * (num_pages or self.num_pages)
         return (slabs[:, None] + pages).ravel()
+
+    def view(self, first: int, count: int) -> torch.Tensor:
+        return self.buffer[:, :, first : first + count].permute(2, 0, 1, 3, 4, 5)
 
     def copy_pages(self, src: Pages, dst: Pages) -> None:
         self.buffer[:, :, self._index(dst)] = self.buffer[:, :, self._index(src)]

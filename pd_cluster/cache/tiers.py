@@ -152,7 +152,7 @@ class TieredCache(PrefixCache):
         self._probes: dict[int, Promotion] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._stores: dict[int, tuple[Pages, int]] = {}
-        self._copying_out = 0  # device pages
+        self.copying_out = 0  # device pages that cannot be evicted meanwhile
         self._totals = dict.fromkeys(TierStatistics.__dataclass_fields__, 0)
 
     # --- as a prefix cache ---
@@ -319,7 +319,7 @@ class TieredCache(PrefixCache):
         missing = pages.size - first
         if missing <= 0:
             return
-        if evicted is None and self._copying_out + missing > self.pool.num_pages // 2:
+        if evicted is None and self.copying_out + missing > self.pool.num_pages // 2:
             # A page that is being copied cannot be evicted: some must stay for those who wait.
             self._totals["backups_skipped"] += missing * size
             return
@@ -334,7 +334,7 @@ class TieredCache(PrefixCache):
         device = pages[first:end].copy()
         if evicted is None:
             self.pool.begin_flight(device)
-            self._copying_out += room
+            self.copying_out += room
         op = self._op()
         self._backups[op] = _Backup(
             tokens[: end * size].copy(), namespace, first, device, host, match.node, evicted
@@ -355,7 +355,7 @@ class TieredCache(PrefixCache):
         segments = backup.segments
         if segments is None:
             self.pool.end_flight(backup.device)
-            self._copying_out -= backup.device.size
+            self.copying_out -= backup.device.size
             path, length = self.tree.walk(backup.tokens, backup.namespace)
             segments = _segments(path) if length == backup.tokens.size else []
         above = self.host.match(

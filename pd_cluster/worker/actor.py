@@ -14,15 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 import torch
 
-from pd_cluster.cache.eviction import make_eviction_policy
-from pd_cluster.cache.page_pool import PagePool
-from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.config import Config
 from pd_cluster.errors import WireError
 from pd_cluster.observability.snapshots import WorkerSnapshot
@@ -46,6 +44,7 @@ from pd_cluster.types import (
     decode,
     encode,
 )
+from pd_cluster.worker.cache import make_cache
 from pd_cluster.worker.engine import Engine
 from pd_cluster.worker.instructions import (
     AbortTransfer,
@@ -103,14 +102,8 @@ class WorkerActor:
         self.signature = self.engine.signature(spec.model_id)
         agent = make_agent("ucx", name=str(self.id), secret=spec.secret)
         self.transport = Transport(agent, self.engine.layout, self._mailbox.put)
-        policy = make_eviction_policy(
-            config.radix_eviction_policy, config.radix_eviction_policy_config
-        )
-        cache = PrefixCache(
-            PagePool(config.num_pages),
-            config.page_size,
-            policy,
-            enabled=not config.disable_radix_cache,
+        cache, self.tier_io = make_cache(
+            config, role, self.engine.layout, self.signature, self._mailbox.put
         )
         self.scheduler = WorkerScheduler(
             cache,
@@ -160,18 +153,21 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     async def counters(self) -> dict[str, int]:
         """What this worker computed, moved and did not have to move. For tests and debugging."""
-        return await self._ask(
-            lambda: {
-                "computed_tokens": self.scheduler.prefill.computed_tokens
-                + self.scheduler.decode.computed_tokens,
-                "pulled_tokens": self.scheduler.prefill.pulled_tokens,
-                "prefill_hit_tokens": self.scheduler.prefill.prefill_hit_tokens,
-                "written_pages": self.scheduler.prefill.written_pages,
-                "reserved_pages": self.scheduler.decode.reserved_pages,
-                "resident_pages": self.scheduler.decode.resident_pages,
-                "generated_tokens": self.scheduler.decode.generated_tokens,
-            }
-        )
+        return await self._ask(self._counters)
+
+    def _counters(self) -> dict[str, int]:
+        tiers = self.scheduler.tiers
+        below = {} if tiers is None else asdict(tiers.tier_statistics())
+        return below | {
+            "computed_tokens": self.scheduler.prefill.computed_tokens
+            + self.scheduler.decode.computed_tokens,
+            "pulled_tokens": self.scheduler.prefill.pulled_tokens,
+            "prefill_hit_tokens": self.scheduler.prefill.prefill_hit_tokens,
+            "written_pages": self.scheduler.prefill.written_pages,
+            "reserved_pages": self.scheduler.decode.reserved_pages,
+            "resident_pages": self.scheduler.decode.resident_pages,
+            "generated_tokens": self.scheduler.decode.generated_tokens,
+        }
 
     @ray.method(concurrency_group="control")
     async def flush(self) -> int:
@@ -247,6 +243,9 @@ class WorkerActor:
             self._obey(self.scheduler.handle(event, time.monotonic()))
 
     def _obey(self, instructions: list[Instruction]) -> None:
+        for op in self.scheduler.take_tier_ops():
+            assert self.tier_io is not None
+            self.tier_io.submit(op)
         outputs: dict[str, list[Output]] = defaultdict(list)
         for instruction in instructions:
             match instruction:

@@ -20,6 +20,7 @@ import numpy as np
 
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.cache.tiers import Promotion, TieredCache
 from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
@@ -90,6 +91,9 @@ class Sequence(Tracked[SequenceState]):
         self.length = self.start_len = len(start)
         self.deadline = self.request_deadline = now + request.timeout_s
         self.awaits: AttemptId | None = None
+        self.promotion: Promotion | None = None  # what of it comes up from lower tiers
+        self.looked_below = False
+        self.host_hit = self.disk_hit = 0  # of `resident`
         self.table = PageTable(cache)
         self.resident = 0  # prompt tokens that were here when the pages were reserved
         self.in_flight: IntArray = np.empty(0, np.int32)  # pages that prefill may touch
@@ -139,6 +143,7 @@ class DecodeSequences:
         drain_s: float,
     ) -> None:
         self.cache = cache
+        self.tiers = cache if isinstance(cache, TieredCache) else None
         self.page_size = cache.page_size
         self.worker = worker
         self.agent = agent
@@ -247,6 +252,8 @@ class DecodeSequences:
                 fresh = self.cache.allocate(len(short), now=now)
                 break
             except OutOfPages:
+                if self.tiers is not None and self.tiers.copying_out:
+                    return [], out  # pages that are being copied come back
                 if len(running) == 1 and self.count("computing", *RECEIVING):
                     return [], out  # their pages come back, or they become victims themselves
                 victim = min(running, key=lambda seq: (seq.num_output, -seq.request.prompt_len))
@@ -286,7 +293,14 @@ class DecodeSequences:
         sources = None
         if local:
             cached = min(seq.resident, seq.start_len - 1)
-            sources = Sources(computed=seq.start_len - cached, decode_hit=cached)
+            disk = min(cached, seq.disk_hit)
+            host = min(cached - disk, seq.host_hit)
+            sources = Sources(
+                computed=seq.start_len - cached,
+                disk_hit=disk,
+                host_hit=host,
+                decode_hit=cached - disk - host,
+            )
             self.decode_hit_tokens += cached
         out = self._emit(seq, token, logprobs, sources)
         if seq.ended:
@@ -373,7 +387,34 @@ class DecodeSequences:
                 seq.awaits = other.attempt
                 return []
         seq.awaits = None
+        if not self._promoted(seq, now):
+            return []
         return self._reserve(seq, now)
+
+    def promoted(self, now: float) -> list[Instruction]:
+        """Something has come up from lower tiers, or time has passed: who waited may reserve."""
+        out: list[Instruction] = []
+        for seq in list(self.sequences.values()):
+            if seq.state == "awaiting" and seq.awaits is None:
+                out += self._reserve_or_await(seq, now)
+        return out
+
+    def _promoted(self, seq: Sequence, now: float) -> bool:
+        """Whether all is here that the sequence waits for from lower tiers."""
+        if self.tiers is None:
+            return True
+        if not seq.looked_below:
+            seq.looked_below = True
+            seq.promotion = self.tiers.promote(seq.start, seq.request.namespace, now=now)
+        return seq.promotion is None or self.tiers.ready(seq.promotion, now)
+
+    def _settle(self, seq: Sequence) -> None:
+        """What came up from lower tiers for a sequence is its own now, or not wanted."""
+        if self.tiers is None or seq.promotion is None:
+            return
+        seq.disk_hit, seq.host_hit = seq.promotion.storage_tokens, seq.promotion.host_tokens
+        self.tiers.settle(seq.promotion)
+        seq.promotion = None
 
     def _reserve(self, seq: Sequence, now: float) -> list[Instruction]:
         local = seq.request.route == "local"
@@ -387,10 +428,14 @@ class DecodeSequences:
                 spare=-(-GROWTH_TOKENS // self.page_size) * growing,
             )
         except OutOfPages as error:
+            if self.tiers is not None and not self.tiers.idle:
+                return []  # pages that are being copied come back
+            self._settle(seq)
             del self.sequences[seq.attempt]
             seq.move("done", now, "refused: no pages")
             return [self._end_output(seq, "refused", str(error))]
         seq.resident = cached
+        self._settle(seq)
         first = seq.table.published
         self.resident_pages += first
         if local:
@@ -483,6 +528,7 @@ class DecodeSequences:
 
     def _leave(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
         """Gives back all that the sequence holds; what it computed stays in the tree."""
+        self._settle(seq)
         if seq.table.is_open:
             self._publish(seq, now)
             seq.table.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pd_cluster.cache.tier_ops import TierEvent
 from pd_cluster.draw import Draw
 from pd_cluster.types import (
     AbortPrefill,
@@ -57,6 +58,7 @@ Event = (
     | PrefillFailed
     | PrefillAborted
     | TransferEnded
+    | TierEvent
     | PeerLost
     | GatewayLost
 )

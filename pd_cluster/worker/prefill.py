@@ -17,6 +17,7 @@ from typing import Literal
 
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.cache.tiers import Promotion, TieredCache
 from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
@@ -84,6 +85,8 @@ class Job(Tracked[JobState]):
         self.first_page = request.resident // cache.page_size
         self.sent = self.first_page
         self.cached = self.pulled = self.computed = 0
+        self.promotion: Promotion | None = None  # what of it comes up from lower tiers
+        self.host_hit = self.disk_hit = 0  # of `cached`
         self.transfers: dict[int, IntArray] = {}
         self.ending: PrefillAborted | PrefillFailed | None = None
 
@@ -98,7 +101,13 @@ class Job(Tracked[JobState]):
     @property
     def sources(self) -> Sources:
         computed = len(self.tokens) - self.cached - self.pulled
-        return Sources(computed=computed, pulled=self.pulled, prefill_hit=self.cached)
+        return Sources(
+            computed=computed,
+            pulled=self.pulled,
+            disk_hit=self.disk_hit,
+            host_hit=self.host_hit,
+            prefill_hit=self.cached - self.disk_hit - self.host_hit,
+        )
 
 
 class PrefillJobs:
@@ -106,6 +115,7 @@ class PrefillJobs:
 
     def __init__(self, cache: PrefixCache, eos_token_ids: Iterable[int] = ()) -> None:
         self.cache = cache
+        self.tiers = cache if isinstance(cache, TieredCache) else None
         self.page_size = cache.page_size
         self.eos = frozenset(eos_token_ids)
         self.jobs: OrderedDict[AttemptId, Job] = OrderedDict()
@@ -132,6 +142,8 @@ class PrefillJobs:
         if problem:
             return [*out, Notify(job.peer, PrefillFailed(attempt=job.attempt, reason=problem))]
         self.jobs[job.attempt] = job
+        if self.tiers is not None:
+            job.promotion = self.tiers.promote(job.tokens, request.namespace, now=now)
         return out
 
     def abort(self, request: AbortPrefill, now: float) -> list[Instruction]:
@@ -192,13 +204,15 @@ class PrefillJobs:
             if budget <= 0:
                 break
             if job.state == "waiting":
-                if self._computed_now(job, rows, now):
+                if self._computed_now(job, rows, now) or not self._promoted(job, now):
                     continue
                 try:
                     more, started = self._admit(job, now)
                 except OutOfPages as error:
                     if any(other.state != "waiting" for other in self.jobs.values()):
                         break  # first come first served: nobody overtakes; pages will come back
+                    if self._let_go(job):
+                        break
                     failed = PrefillFailed(attempt=job.attempt, reason=f"never fits: {error}")
                     out += self._stop(job, failed, now, "never fits")
                     continue
@@ -287,11 +301,36 @@ class PrefillJobs:
         )
         job.computed = job.cached
         job.started = now
+        self._settle(job)
         out = self._pull(job, now)
         if out:
             return copies, out
         job.move("running", now)
         return copies, self._send(job, job.cached // self.page_size)
+
+    def _promoted(self, job: Job, now: float) -> bool:
+        """Whether all is here that the job waits for from lower tiers; others go on meanwhile."""
+        if self.tiers is None or job.promotion is None:
+            return True
+        return self.tiers.ready(job.promotion, now)
+
+    def _settle(self, job: Job) -> None:
+        """What came up from lower tiers for a job is its own now, or not wanted."""
+        if self.tiers is None or job.promotion is None:
+            return
+        job.disk_hit = min(job.cached, job.promotion.storage_tokens)
+        job.host_hit = min(job.cached - job.disk_hit, job.promotion.host_tokens)
+        self.tiers.settle(job.promotion)
+        job.promotion = None
+
+    def _let_go(self, first: Job) -> bool:
+        """Gives up what waiting jobs hold, so that the first finds pages: whether it may now."""
+        if self.tiers is None:
+            return False
+        held = [job for job in self.jobs.values() if job is not first and job.promotion is not None]
+        for job in held:
+            self._settle(job)
+        return bool(held) or not self.tiers.idle
 
     def _pull(self, job: Job, now: float) -> list[Instruction]:
         """Reads what decode holds and this worker lacks; all but the page of the last token."""
@@ -386,6 +425,7 @@ class PrefillJobs:
         return [AbortTransfer(transfer) for transfer in job.transfers]
 
     def _end(self, job: Job, now: float) -> list[Instruction]:
+        self._settle(job)
         job.table.close()
         del self.jobs[job.attempt]
         job.move("done", now)

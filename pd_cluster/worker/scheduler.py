@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.cache.tier_ops import TierEvent, TierOp
+from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Drawn
 from pd_cluster.types import (
     AbortPrefill,
@@ -34,6 +36,9 @@ from pd_cluster.worker.instructions import (
 )
 from pd_cluster.worker.prefill import PrefillJobs
 
+# Steps of fewer prompt tokens than this are not taken as a measure of how fast they are computed.
+MEASURED_TOKENS = 32
+
 
 class WorkerScheduler:
     """Both roles of one worker over one prefix cache. All times are seconds of one clock."""
@@ -54,7 +59,9 @@ class WorkerScheduler:
         drain_s: float,
     ) -> None:
         self.cache = cache
+        self.tiers = cache if isinstance(cache, TieredCache) else None
         self.worker = worker
+        self._planned = 0.0
         self.chunk_tokens = chunk_tokens
         self.local_tokens = local_tokens
         self.prefill = PrefillJobs(cache, eos_token_ids)
@@ -83,6 +90,7 @@ class WorkerScheduler:
             case PagesWritten():
                 return self.decode.pages_written(event, now)
             case FirstToken():
+                self._measure(event.sources.computed, event.prefill_s)
                 return self.decode.first_token(event, now)
             case PrefillFailed():
                 return self.decode.prefill_failed(event, now)
@@ -90,6 +98,10 @@ class WorkerScheduler:
                 return self.decode.prefill_aborted(event, now)
             case TransferEnded():
                 return self.prefill.transfer_ended(event, now)
+            case TierEvent():
+                assert self.tiers is not None
+                self.tiers.tier_event(event, now)
+                return self.decode.promoted(now)
             case PeerLost():
                 lost = self.prefill.peer_lost(event.worker, now)
                 return lost + self.decode.peer_lost(event.worker, now)
@@ -98,10 +110,15 @@ class WorkerScheduler:
 
     def tick(self, now: float) -> list[Instruction]:
         """Enforces deadlines; to be called at least every second or so."""
-        return self.prefill.tick(now) + self.decode.tick(now)
+        return self.prefill.tick(now) + self.decode.tick(now) + self.decode.promoted(now)
+
+    def take_tier_ops(self) -> list[TierOp]:
+        """Copies to be started now, those that say so made, before any instruction is obeyed."""
+        return [] if self.tiers is None else self.tiers.take_ops()
 
     def plan(self, now: float) -> tuple[Batch | None, list[Instruction]]:
         """The next step, or None when nothing can be computed now; and what to start beside it."""
+        self._planned = now
         decode, out = self.decode.plan(now)
         # Running sequences wait for a whole step: with them in it, a local prompt comes in slices.
         local = self.decode.plan_local(self.local_tokens if decode else self.chunk_tokens)
@@ -114,6 +131,7 @@ class WorkerScheduler:
 
     def computed(self, batch: Batch, drawn: list[Drawn], now: float) -> list[Instruction]:
         """The engine has run `batch`; `drawn` has one token for each row that asked."""
+        self._measure(sum(len(row.tokens) for row in batch.prefill), now - self._planned)
         out: list[Instruction] = []
         tokens = iter(drawn)
         for row in batch.rows:
@@ -124,7 +142,13 @@ class WorkerScheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.prefill.jobs and not self.decode.sequences
+        copying = self.tiers is not None and not self.tiers.idle
+        return not self.prefill.jobs and not self.decode.sequences and not copying
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        """How fast prompts are computed; a few tokens say little about many."""
+        if self.tiers is not None and tokens >= MEASURED_TOKENS:
+            self.tiers.compute_rate.observe(tokens, seconds)
 
     def validate(self) -> None:
         """Checks every invariant that can be seen from here; O(pages + nodes)."""
