@@ -15,7 +15,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.simulate.cluster import ClusterShape
 from pd_cluster.simulate.figures import Figures, Slo
 from pd_cluster.simulate.hardware import StepTimes, load_hardware, load_model
-from pd_cluster.simulate.runs import Experiment, check, compare, plan
+from pd_cluster.simulate.runs import Experiment, check, check_routes, compare, plan
 from pd_cluster.simulate.trace import TraceRequest, conversations, read_trace, scale
 
 ROUTES = ("remote", "remote+pull", "local")
@@ -55,7 +55,7 @@ def simulate(options: Options) -> int:
     console = Console()
     code = 0
     if options.check:
-        found, targets = check(experiment)
+        found, targets = (check if options.trace else check_routes)(experiment)
         _print(console, found)
         for target in targets:
             console.print(str(target), highlight=False)

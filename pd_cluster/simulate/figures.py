@@ -50,7 +50,8 @@ def figures(simulation: Simulation, slo: Slo) -> Figures:
         "prefill.utilisation": float(np.mean([worker.busy_s for worker in prefill])) / span,
         "decode.resident_rate": sum(request.resident for request in served) / prompt,
         "decode.imbalance": _imbalance([worker.busy_s for worker in decode]),
-        "transfer.bytes": sum(worker.sent_bytes for worker in simulation.workers.values()),
+        "transfer.bytes": sum(worker.written_bytes for worker in prefill),
+        "transfer.pulled_bytes": sum(worker.pulled_bytes for worker in prefill),
         "transfer.avoided_bytes": page_bytes
         * sum(worker.scheduler.decode.resident_pages for worker in decode),
     }

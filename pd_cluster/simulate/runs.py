@@ -115,6 +115,21 @@ def check(experiment: Experiment) -> tuple[Figures, list[Target]]:
     return found, targets
 
 
+def check_routes(experiment: Experiment) -> tuple[Figures, list[Target]]:
+    """Whether `remote+pull` and `local` are worth having, on a trace whose turns hold answers."""
+    every = experiment.run("cost")
+    remote = replace(experiment, limits=RouteLimits()).run("cost")
+    targets = [
+        Target(f"{name} (remote's alone)", every[name], remote[name])
+        for name in ("prefill.computed_tokens", "transfer.bytes", "ttft.p50_s", "ttft.p99_s")
+    ]
+    targets.append(Target("itl.p99_s", every["itl.p99_s"], experiment.slo.itl_s))
+    found: Figures = {}
+    for name, each in (("all_routes", every), ("remote_only", remote)):
+        found |= {f"{name}.{figure}": value for figure, value in each.items()}
+    return found, targets
+
+
 def plan(experiment: Experiment) -> tuple[int, int, Figures]:
     """The smallest (prefill, decode) whose p99 times meet the SLO, fewest workers together.
 

@@ -85,7 +85,8 @@ class SimulatedWorker:
         )
         self.busy_s = 0.0
         self.steps = 0
-        self.sent_bytes = 0
+        self.written_bytes = 0  # to decode workers
+        self.pulled_bytes = 0  # from decode workers
         self.nic_free = [0.0, 0.0]
         self._clock = clock
         self._network = network
@@ -188,6 +189,7 @@ class SimulatedWorker:
 
     def _write(self, write: WritePages) -> None:
         target = self._network.find(write.peer)
+        self.written_bytes += len(write.source) * self.page_bytes
 
         def landed() -> None:
             target.handle(write.done)
@@ -197,6 +199,7 @@ class SimulatedWorker:
 
     def _read(self, read: ReadPages) -> None:
         source = self._network.find(read.peer)
+        self.pulled_bytes += len(read.source) * self.page_bytes
         end = self._move(source, self, len(read.source))
         self._clock.at(end, lambda: self.handle(TransferEnded(read.transfer)))
 
@@ -204,7 +207,6 @@ class SimulatedWorker:
         """When pages will have arrived that leave when both NICs are free, and then take both."""
         hardware = self.times.hardware
         size = pages * self.page_bytes
-        source.sent_bytes += size
         start = max(self._clock.now, source.nic_free[0], target.nic_free[1])
         end = start + size / hardware.nic_bandwidth
         source.nic_free[0] = target.nic_free[1] = end

@@ -16,6 +16,7 @@ from pd_cluster.simulate.cluster import ClusterShape, Simulation, priors
 from pd_cluster.simulate.command import Options, simulate
 from pd_cluster.simulate.figures import Slo, figures
 from pd_cluster.simulate.hardware import HARDWARE, MODELS, StepTimes
+from pd_cluster.simulate.placing import placement_seconds
 from pd_cluster.simulate.runs import Experiment, check, plan
 from pd_cluster.simulate.trace import TraceRequest, conversations, read_trace
 
@@ -191,3 +192,21 @@ def test_bad_options_are_errors_that_name_them(changes: dict[str, object], messa
     options = replace(Options(num_conversations=1), **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         simulate(options)
+
+
+def test_the_routes_are_judged_on_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(
+        num_conversations=10, page_size=16, pages=4000, prefill=2, decode=2, check=True
+    )
+    assert simulate(options) == 0
+    printed = capsys.readouterr().out
+    assert "met: prefill.computed_tokens (remote's alone)" in printed
+    assert "all_routes" in printed
+
+
+def test_placing_is_timed_by_the_number_of_workers() -> None:
+    ticks = iter(range(10**6))
+    found = placement_seconds(lambda: float(next(ticks)), workers=(2, 4), count=5)
+    assert found == {
+        f"placement.{number}.{name}_s": 1.0 for number in (2, 4) for name in ("p50", "p99")
+    }
