@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.config import ModelConfig, load_config
+from pd_cluster.model.frequencies import scaled_frequencies
 from pd_cluster.model.weights import LayerWeights, Weights
 from pd_kernels import (
     PackedLinear,
@@ -95,7 +96,7 @@ class Decoder:
         self._layers = [_Layer.pack(weights.layer(index)) for index in range(config.num_layers)]
         self._norm = weights.norm()
         self._head = _Head(weights.head())
-        table = rope_cos_sin(config.rope.frequencies(config.head_dim), config.max_positions)
+        table = rope_cos_sin(scaled_frequencies(config.rope, config.head_dim), config.max_positions)
         self._cos_sin = table.to(self._embedding.device)
         self._scale = config.head_dim**-0.5
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pd_cluster.errors import ModelError
 from pd_cluster.model import gguf_tokenizer
+from pd_cluster.model.frequencies import scaled_frequencies
 from pd_cluster.model.rope_scaling import Rope
 from pd_kernels import rope_frequencies
 
@@ -133,7 +134,7 @@ class GGUFFile:
         divisors = torch.from_numpy(np.array(self._tensors[_ROPE_FACTORS].data, dtype=np.float32))
         rope = Rope(theta, "llama3", float(divisors.max()))
         stored = rope_frequencies(head_dim, theta) / divisors
-        if not torch.allclose(stored, rope.frequencies(head_dim), rtol=1e-4, atol=0):
+        if not torch.allclose(stored, scaled_frequencies(rope, head_dim), rtol=1e-4, atol=0):
             raise ModelError(f"{self.path}: {_ROPE_FACTORS} is not Llama 3's rope scaling")
         return {
             "rope_type": rope.kind,

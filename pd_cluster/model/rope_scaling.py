@@ -6,15 +6,11 @@ The kinds are those of transformers' `rope_type` that do not depend on a sequenc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, where
-
 from pd_cluster.errors import ModelError
-from pd_kernels import rope_frequencies
 
 KINDS = ("default", "linear", "llama3")
 
@@ -29,26 +25,6 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: float = 8192
-
-    def frequencies(self, head_dim: int) -> Tensor:
-        """Radians per position of each pair of a head's dimensions, [head_dim / 2] float32."""
-        plain = rope_frequencies(head_dim, self.theta)
-        match self.kind:
-            case "default":
-                return plain
-            case "linear":
-                return plain / self.factor
-            case "llama3":
-                return self._llama3(plain)
-
-    def _llama3(self, plain: Tensor) -> Tensor:
-        """Short waves as they are, long ones stretched, between the two a mean of both."""
-        low, high = self.low_freq_factor, self.high_freq_factor
-        wavelengths = 2 * math.pi / plain
-        weight = (self.original_max_positions / wavelengths - low) / (high - low)
-        mean = (1 - weight) * plain / self.factor + weight * plain
-        stretched = where(weight < 0, plain / self.factor, mean)
-        return where(weight > 1, plain, stretched)
 
 
 def parse_rope(data: Mapping[str, Any], source: str) -> Rope:

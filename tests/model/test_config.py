@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pd_cluster.errors import ModelError
 from pd_cluster.model.config import ModelConfig, load_config
+from pd_cluster.model.frequencies import scaled_frequencies
 from pd_cluster.model.rope_scaling import Rope, parse_rope
 
 LLAMA = {
@@ -101,7 +104,7 @@ def test_scaled_frequencies_are_those_of_transformers(
     upstream = LlamaConfig(head_dim=head_dim, rope_parameters=settings)
     expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](upstream)
     assert attention_factor == 1.0
-    ours = parse_rope({"rope_parameters": settings}, "").frequencies(head_dim)
+    ours = scaled_frequencies(parse_rope({"rope_parameters": settings}, ""), head_dim)
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=0)
 
 
@@ -231,3 +234,13 @@ def test_unreadable(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=message):
             load_config(tmp_path)
+
+
+def test_a_gateway_reads_a_config_without_torch() -> None:
+    """It would take seconds and some hundred megabytes of every gateway."""
+    script = (
+        "import sys; import pd_cluster.model.config, pd_cluster.model.generation, "
+        "pd_cluster.model.tokenizer; print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
