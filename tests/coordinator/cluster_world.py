@@ -67,11 +67,27 @@ class Client:
 class ClusterWorld:
     """`disturb` False: nothing is lost and nobody dies any more."""
 
-    def __init__(self, seed: int, *, placement: str, schedule_policy: str, page_size: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        placement: str,
+        schedule_policy: str,
+        page_size: int,
+        pages: int = PAGES,
+        workers: int = 2,
+    ) -> None:
         self.rng = random.Random(seed)
         self.page_size = page_size
-        self.options = {"pages": PAGES, "page_size": page_size, "chunk": CHUNK}
-        self.world = World.make(seed, prefill=2, decode=2, **self.options)
+        self.pages = pages
+        self.world = World.make(
+            seed,
+            prefill=workers,
+            decode=workers,
+            pages=pages,
+            page_size=page_size,
+            chunk=CHUNK,
+        )
         self.scheduling = Scheduling(
             placement=placement,
             schedule_policy=schedule_policy,
@@ -82,7 +98,7 @@ class ClusterWorld:
         self.clients: dict[str, Client] = {}
         self.shared: list[IntArray] = []
         self.disturb = False
-        self.born = 2
+        self.born = workers
         self.restarts = 0
         self.state = self._new_state()
         for worker in self.world.workers:
@@ -91,16 +107,15 @@ class ClusterWorld:
 
     # --- what happens ---
 
-    def arrive(self) -> None:
+    def arrive(self, length: int | None = None, max_tokens: int | None = None) -> str:
         name = f"r{len(self.clients)}"
-        length = self.rng.randrange(1, 160)
-        client = Client(
-            prompt=random_prompt(self.rng, length, self.shared),
-            max_tokens=self.rng.randrange(1, 30),
+        self.clients[name] = Client(
+            prompt=random_prompt(self.rng, length or self.rng.randrange(1, 160), self.shared),
+            max_tokens=max_tokens or self.rng.randrange(1, 30),
             priority=self.rng.randrange(3),
         )
-        self.clients[name] = client
         self._ask(name)
+        return name
 
     def abort(self) -> None:
         alive = [name for name, client in self.clients.items() if not client.end]
@@ -126,7 +141,9 @@ class ClusterWorld:
         worker = self.rng.choice(self.world.workers)
         role = worker.id.name.split("-")[0]
         self.world.kill(worker)
-        newborn = FakeWorker(f"{role}-{self.born}", PAGES // self.page_size, self.page_size, CHUNK)
+        newborn = FakeWorker(
+            f"{role}-{self.born}", self.pages // self.page_size, self.page_size, CHUNK
+        )
         self.born += 1
         self.world.workers.append(newborn)
         self._report(newborn)
@@ -285,7 +302,7 @@ class ClusterWorld:
             worker=worker.id,
             role=role,
             signature={},
-            capacity=PAGES,
+            capacity=self.pages,
             available=worker.cache.available() * self.page_size,
             running=scheduler.prefill.running + scheduler.decode.count("running"),
             waiting=scheduler.prefill.waiting,

@@ -119,3 +119,28 @@ def test_a_pool_of_a_third_of_the_demand_serves_all(seed: int) -> None:
     )
     assert len(cluster.state.statistics.routes) > 1
     assert not cluster.state.leases
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pool_of_seven_pages_serves_two_that_do_not_fit_together(seed: int) -> None:
+    """Case 13: one needs 4 pages and then more, one needs 3 and then more."""
+    cluster = ClusterWorld(
+        seed, placement="cost", schedule_policy="fcfs", page_size=1, pages=7, workers=1
+    )
+    cluster.disturb = False
+    for length in (4, 3):
+        cluster.arrive(length, max_tokens=3)
+    cluster.settle()
+    assert [client.end for client in cluster.clients.values()] == ["finished"] * 2
+
+
+def test_demand_equal_to_the_pool_is_served_and_above_it_refused_at_once() -> None:
+    """Case 14."""
+    cluster = ClusterWorld(
+        1, placement="cost", schedule_policy="fcfs", page_size=1, pages=20, workers=1
+    )
+    cluster.disturb = False
+    fits, too_large = cluster.arrive(15, max_tokens=5), cluster.arrive(16, max_tokens=5)
+    assert cluster.clients[too_large].end.startswith("rejected: the request needs 21 tokens")
+    cluster.settle()
+    assert cluster.clients[fits].end == "finished"

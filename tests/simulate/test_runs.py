@@ -71,6 +71,15 @@ def test_every_request_is_served_and_every_account_adds_up() -> None:
     found = figures(simulation, Slo())
     assert found["requests"] == len(trace)
     assert found["goodput_rps"] <= found["throughput.requests_ps"]
+    # Case 20: a request that waits is looked up once on each side, however often it is tried.
+    for role in ("prefill", "decode"):
+        looked_up = sum(
+            worker.cache.statistics().queries
+            for worker in simulation.workers.values()
+            if worker.role == role
+        )
+        prompts = sum(request.prompt_len for request in trace)
+        assert looked_up <= prompts if role == "prefill" else looked_up == prompts
     routes = sum(value for name, value in found.items() if name.startswith("route."))
     assert routes == found["attempts"] >= len(trace)
     assert len(simulation.gaps) == sum(r.max_tokens - 1 for r in trace)
