@@ -59,6 +59,7 @@ from pd_cluster.worker.instructions import (
     Send,
     WritePages,
 )
+from pd_cluster.worker.kv_publisher import make_kv_events
 from pd_cluster.worker.scheduler import WorkerScheduler
 from pd_cluster.worker.transport import Transport
 from pd_transfer import Event as AgentEvent
@@ -105,6 +106,7 @@ class WorkerActor:
         cache, self.tier_io = make_cache(
             config, role, self.engine.layout, self.signature, self._mailbox.put
         )
+        self.kv_events = make_kv_events(config.kv_events_config, role, name, cache)
         self.scheduler = WorkerScheduler(
             cache,
             worker=self.id,
@@ -114,6 +116,7 @@ class WorkerActor:
             max_running=config.max_running_requests,
             chunk_tokens=config.chunked_prefill_size,
             local_tokens=config.local_prefill_size,
+            keep_answers=not config.strip_thinking_cache,
             prefill_s=config.timeouts.prefill_s,
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
@@ -223,6 +226,8 @@ class WorkerActor:
             if batch is not None:
                 drawn = self.engine.run(batch)
                 self._obey(self.scheduler.computed(batch, drawn, time.monotonic()))
+            if self.kv_events is not None:
+                self.kv_events.tell(self.scheduler.cache.take_events())
 
     def _receive(self, wait_s: float) -> list[Event | AgentEvent | Callable[[], None]]:
         """All that is in the mailbox; waits for the first if it is empty."""

@@ -100,6 +100,7 @@ class Sequence(Tracked[SequenceState]):
         self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
         self.kv_len = 0
         self.ended = False  # the gateway has been told the outcome
+        self.finished = False  # that was its last token
 
     @property
     def attempt(self) -> AttemptId:
@@ -138,6 +139,7 @@ class DecodeSequences:
         region: Region,
         eos_token_ids: Iterable[int],
         max_running: int,
+        keep_answers: bool = True,
         prefill_s: float,
         transfer_s: float,
         drain_s: float,
@@ -150,6 +152,8 @@ class DecodeSequences:
         self.region = region
         self.eos = frozenset(eos_token_ids)
         self.max_running = max_running
+        # Else the tree keeps prompts only, once a request has finished.
+        self.keep_answers = keep_answers
         self.prefill_s = prefill_s
         self.transfer_s = transfer_s
         self.drain_s = drain_s
@@ -360,7 +364,7 @@ class DecodeSequences:
         seq.append(token)
         self.generated_tokens += 1
         finish = self._finish_reason(seq)
-        seq.ended = finish is not None
+        seq.ended = seq.finished = finish is not None
         output = Output(
             attempt=seq.attempt,
             tokens=(token,),
@@ -500,7 +504,10 @@ class DecodeSequences:
 
     def _publish(self, seq: Sequence, now: float) -> None:
         request = seq.request
-        tokens = seq.tokens[: seq.kv_len]
+        end = seq.kv_len
+        if seq.finished and not self.keep_answers:
+            end = min(end, request.prompt_len)
+        tokens = seq.tokens[:end]
         seq.table.publish(tokens, request.namespace, now=now, priority=request.priority)
 
     def _abandon(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
