@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from pd_cluster.errors import BadRequest
 from pd_cluster.gateway.protocol import (
@@ -50,6 +50,9 @@ class NativeBody(Body):
     request.
     """
 
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]}
+    )
     absent = {
         "return_hidden_states": (None, False),
         "logprob_start_len": (None, -1),

@@ -35,13 +35,21 @@ Prompt = str | list[int]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_TOKEN_KEY = r"^(0|[1-9][0-9]{0,9})$"
+BiasToken = Annotated[str, Field(pattern=_TOKEN_KEY)]
 Namespace = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
 _ID_LISTS = {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS}
 _STOPS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
+_BIASES = {
+    "type": "object",
+    "patternProperties": {_TOKEN_KEY: {"type": "number", "minimum": -100, "maximum": 100}},
+    "additionalProperties": False,
+    "maxProperties": MAX_BIASES,
+}
+BIAS_SCHEMA = WithJsonSchema({"anyOf": [_BIASES, {"type": "null"}]})
 TEXT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})
 IDS_SCHEMA = WithJsonSchema({"anyOf": [_IDS, _ID_LISTS]})
 PROMPT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, _ID_LISTS]})
@@ -104,7 +112,9 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     # Bounded so that float32 logits stay finite.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[BiasToken, Bias] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Annotated[
+        dict[BiasToken, Bias] | None, Field(max_length=MAX_BIASES), BIAS_SCHEMA
+    ] = None
     n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     seed: Seed | None = None
     stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS), STOP_SCHEMA] = []

@@ -20,6 +20,7 @@ from pd_cluster.errors import Unavailable
 from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
 from pd_cluster.gateway.driver import Driver, RunningRequest
+from pd_cluster.gateway.gate import Gate
 from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
@@ -40,6 +41,7 @@ from pd_cluster.types import (
     Role,
     Sources,
     StartAttempt,
+    TokenLogprobs,
     WorkerId,
     unpack_ints,
 )
@@ -198,6 +200,7 @@ class FakeCluster:
                 outcome="finished" if reason else None,
                 finish_reason=reason,
                 sources=sources if position == given else None,
+                logprobs=fake_logprobs(token, params.logprobs),
             )
             self.deliver(output, worker=worker)
             if reason:
@@ -209,6 +212,14 @@ class FakeCluster:
         ended = [each.attempt for each in self.ended]
         assert len(ended) == len(set(ended))
         return not self.driver.count_running() and not self.driver.count_waiting()
+
+
+def fake_logprobs(token: int, top: int) -> tuple[TokenLogprobs, ...]:
+    """The token at -0.5, and the likeliest: itself, then token 0, 1, ... at -1, -2, ..."""
+    if top < 0:
+        return ()
+    pairs = [(token, -0.5), *((other, -1.0 - other) for other in range(top))]
+    return (TokenLogprobs(token, -0.5, tuple(pairs[:top])),)
 
 
 @pytest.fixture
@@ -239,7 +250,7 @@ def cluster(config: Config, tokenizer: Tokenizer) -> FakeCluster:
 
 @pytest.fixture
 def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    def make(cluster: FakeCluster, **changes: Any) -> FastAPI:
+    def make(cluster: FakeCluster, gate: Gate | None = None, **changes: Any) -> FastAPI:
         values = {
             "name": "tiny",
             "context_length": CONTEXT,
@@ -248,7 +259,7 @@ def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
             **changes,
         }
         model = ModelInfo(**values)
-        return create_app(cluster, tokenizer, model, cluster.config, cluster.metrics)
+        return create_app(cluster, tokenizer, model, cluster.config, cluster.metrics, gate)
 
     return make
 
