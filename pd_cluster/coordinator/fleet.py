@@ -16,7 +16,7 @@ from pd_cluster.types import WorkerId
 # Time constant of `recent`, in seconds.
 RECENT_S = 600.0
 
-_FLOATS = ("busy_until", "pledged", "recent")
+_FLOATS = ("busy_until", "pledged", "recent", "landing_until")
 _INTS = ("attempts", "tokens", "growth", "unclaimed", "available", "capacity", "last_placement")
 _FLAGS = ("ready", "full")
 
@@ -29,6 +29,7 @@ class Fleet:
         self.busy_until = np.zeros(0)
         self.pledged = np.zeros(0)  # seconds of work of waiting requests that chose this worker
         self.recent = np.zeros(0)  # seconds of work, decaying
+        self.landing_until = np.zeros(0)  # when all prompts on their way to it should be there
         self.attempts = np.zeros(0, np.int64)
         self.tokens = np.zeros(0, np.int64)
         self.growth = np.zeros(0, np.int64)  # tokens that answers may grow by

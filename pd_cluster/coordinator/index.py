@@ -173,17 +173,18 @@ class PrefixIndex:
         holdings.next += len(fresh)
         return self._apply(holdings, fresh)
 
-    def match(self, hashes: Sequence[int], slots: int) -> Lengths:
+    def match(self, hashes: Sequence[int], slots: int, *, expected: bool = True) -> Lengths:
         """How many tokens of a prompt each slot below `slots` holds or is about to hold.
 
-        `hashes` are the prompt's `block_hashes`; whole blocks count.
+        `hashes` are the prompt's `block_hashes`; whole blocks count. Without `expected` only what
+        is held now counts.
         """
         lengths = np.zeros(slots, np.int64)
         before = 0
-        holding, expected = self.holders.mask, self.expected.table.mask
+        holding, coming = self.holders.mask, self.expected.table.mask
         alive = (1 << slots) - 1
         for number, key in enumerate(hashes):
-            mask = (holding(key) | expected(key)) & alive
+            mask = (holding(key) | coming(key) if expected else holding(key)) & alive
             if number and mask != before:
                 lengths[_bits(before & ~mask, slots)] = number * self.block
             if not mask:

@@ -1,7 +1,8 @@
 """Which prefill and which decode worker serve a request, and by which route: a cost in seconds.
 
     prefill p    queue_weight x queue(p) + compute(prompt - held by p) + balance x excess work(p)
-    decode d     load(d) + transfer(prompt - held by d) + balance x excess work(d)
+    decode d     load(d) + transfer(prompt - held by d) + queue_weight x wait(d)
+                 + balance x excess work(d)
     remote         prefill(p) + decode(d)
     remote+pull    the same, but p reads from d what only d holds: computes less, moves less again
     local          no p: d computes a short tail between its steps, within the ITL limit
@@ -49,8 +50,8 @@ class Weights:
     decode_balance: float = 0.01
     # What a decode step takes above an empty one counts for this many tokens of the answer, times
     # its ratio to the empty step to the power of `itl_power`: the tail is what hurts.
-    itl_tokens: float = 100.0
-    itl_power: float = 3.0
+    itl_tokens: float = 300.0
+    itl_power: float = 5.0
     # No request is bound to a prefill worker that has more than this to do (seconds).
     bind_ahead_s: float = 0.25
 
@@ -216,7 +217,8 @@ class Cost(PlacementPolicy):
         p_terms, p_held, p_seconds = self._prefill_terms(ask, prefill, now)
         p_cost = _total(p_terms, prefill.ready)
         p = _argmin(p_cost, prefill.last_placement)
-        d_terms, d_held = self._decode_terms(ask, decode, now, prefill.worker(p))
+        free_at = max(now, float(prefill.busy_until[p]))
+        d_terms, d_held = self._decode_terms(ask, decode, free_at, prefill.worker(p), now)
         d_cost = _total(d_terms, _not_avoided(eligible, ask))
         d = _argmin(d_cost, decode.last_placement)
         best = float(p_cost[p] + d_cost[d])
@@ -291,16 +293,21 @@ class Cost(PlacementPolicy):
         return terms, held, seconds
 
     def _decode_terms(
-        self, ask: Ask, fleet: Fleet, now: float, source: WorkerId
+        self, ask: Ask, fleet: Fleet, free_at: float, source: WorkerId, now: float
     ) -> tuple[dict[str, Floats], Lengths]:
+        """`source` is the prefill worker, which will be free at `free_at`."""
         held = np.minimum(fleet.index.match(ask.hashes, len(fleet)), ask.prompt_len)
         empty = float(self.rates.step_s(0, 0))
         extra = self.rates.step_s(fleet.attempts + 1, fleet.tokens + ask.prompt_len) - empty
         times = (extra / max(empty, 1e-9)) ** self.weights.itl_power
+        # Decode has a prefix sent once: who shares one that is still on its way waits for it.
+        here = fleet.index.match(ask.hashes, len(fleet), expected=False)
+        wait = np.where(held > here, np.maximum(0.0, fleet.landing_until - free_at), 0.0)
         links = self.rates.bandwidths(source, fleet.slots, len(fleet))
         terms = {
             "load": self.weights.itl_tokens * extra * times,
             "transfer": self.rates.transfer_s(ask.prompt_len - held, links),
+            "wait": self.weights.queue * wait,
             "balance": self.weights.decode_balance * fleet.excess(now),
         }
         return terms, held

@@ -102,6 +102,8 @@ class Workers:
             prefill.index.expected.add(lease.hashes, p)
             self.by_name[lease.placement.prefill.name].placed.add(attempt)
         decode.add_work(d, choice.decode_s, now)
+        landed = lease.work[1] + choice.decode_s
+        decode.landing_until[d] = max(float(decode.landing_until[d]), landed)
         decode.attempts[d] += 1
         decode.tokens[d] += lease.request.prompt_len
         decode.growth[d] += growth(lease.request.max_tokens)

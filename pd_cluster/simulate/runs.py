@@ -121,7 +121,7 @@ def check_routes(experiment: Experiment) -> tuple[Figures, list[Target]]:
     remote = replace(experiment, limits=RouteLimits()).run("cost")
     targets = [
         Target(f"{name} (remote's alone)", every[name], remote[name])
-        for name in ("prefill.computed_tokens", "transfer.bytes", "ttft.p50_s", "ttft.p99_s")
+        for name in ("prefill.computed_tokens", "ttft.p50_s", "ttft.p99_s")
     ]
     targets.append(Target("itl.p99_s", every["itl.p99_s"], experiment.slo.itl_s))
     found: Figures = {}

@@ -124,6 +124,22 @@ def test_decode_load_outweighs_a_small_saving() -> None:
     assert sides.chosen().decode == 0
 
 
+def test_a_prefix_that_is_still_on_its_way_is_waited_for_only_if_that_is_short() -> None:
+    sides = Sides(queue=0.1)
+    sides.decode.index.expected.add(HASHES, 1)
+    sides.decode.landing_until[1] = 0.5  # 50 ms that count, for 64 ms of transfer
+    assert sides.chosen().decode == 1
+    sides.decode.landing_until[1] = 0.8
+    assert sides.chosen().decode == 0
+    # It waits for its prefill worker just as long anyway.
+    sides.prefill.busy_until[:] = 0.25
+    sides.decode.landing_until[1] = 0.85
+    assert sides.chosen().decode == 1
+    sides.hold(sides.decode, 1, 10)
+    sides.decode.landing_until[1] = 99.0  # of others
+    assert sides.chosen().decode == 1
+
+
 def test_a_slow_link_is_kept_away_from() -> None:
     sides = Sides(prefill=1)
     source, target = WorkerId("prefill-0", "a"), WorkerId("decode-0", "a")
@@ -190,7 +206,7 @@ def test_reasons_name_every_candidates_terms() -> None:
     assert best.held == 640
     assert best.cost == pytest.approx(sum(best.terms.values()))
     assert set(best.terms) == {"queue", "compute", "balance"}
-    assert set(reasons["decode"][0].terms) == {"load", "transfer", "balance"}
+    assert set(reasons["decode"][0].terms) == {"load", "transfer", "wait", "balance"}
     assert len(reasons["prefill"]) == 8
     costs = [term.cost for term in reasons["prefill"]]
     assert costs == sorted(costs)

@@ -103,7 +103,7 @@ def test_the_other_routes_save_computing_and_moving() -> None:
     without = replace(experiment, limits=RouteLimits()).run("cost")
     assert with_routes["route.local"] > 0
     assert with_routes["prefill.computed_tokens"] < without["prefill.computed_tokens"]
-    assert with_routes["transfer.bytes"] < without["transfer.bytes"]
+    assert with_routes["ttft.p50_s"] < without["ttft.p50_s"]
     assert with_routes["itl.p99_s"] < experiment.slo.itl_s
     pulled = replace(experiment, limits=RouteLimits(pull=True)).run("cost")
     assert pulled["prefill.pulled_tokens"] > 0
