@@ -319,17 +319,17 @@ class TieredCache(PrefixCache):
         missing = pages.size - first
         if missing <= 0:
             return
-        if evicted is None and self.copying_out + missing > self.pool.num_pages // 2:
-            # A page that is being copied cannot be evicted: some must stay for those who wait.
-            self._totals["backups_skipped"] += missing * size
-            return
         self.host.lock(match.node)
         room = min(missing, self.host.available())
-        host = self.host.allocate(room, now)
+        if evicted is None:
+            # A page that is being copied cannot be evicted: half are left to those who wait. What
+            # is left out now has its turn when the prefix is next published, or hit.
+            room = min(room, self.pool.num_pages // 2 - self.copying_out)
         self._totals["backups_skipped"] += (missing - room) * size
         if not room:
             self.host.unlock(match.node)
             return
+        host = self.host.allocate(room, now)
         end = first + room
         device = pages[first:end].copy()
         if evicted is None:

@@ -130,3 +130,18 @@ def test_signatures_name_what_differs() -> None:
 def test_unknown_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="'rows_first'; allowed: page_first, layer_first"):
         layout_of("rows_first")
+
+
+@pytest.mark.parametrize("source_name", LAYOUTS)
+@pytest.mark.parametrize("target_name", LAYOUTS)
+def test_pages_are_copied_between_memories_of_any_layout(
+    source_name: str, target_name: str
+) -> None:
+    source, target = layout_of(source_name, 10), layout_of(target_name, 7)
+    src, dst = array(9, 2, 3, 0, 5), array(1, 5, 6, 2, 0)
+    fill(source, src)
+    target.copy_from(source, src, dst)
+    assert torch.equal(contents(target, dst), contents(source, src))
+    assert not contents(target, array(3, 4)).any()
+    target.copy_from(source, array(), array())
+    assert torch.equal(source.view(2, 2)[:, 1, 0], source.k(1)[2:4])
