@@ -119,13 +119,15 @@ def take_down(cluster_name: str, timeout_s: float) -> str:
     process = known.server.find()
     if process is not None:
         process.terminate()
-        try:
-            process.wait(timeout_s)
-        except psutil.TimeoutExpired:
-            raise StartError(
-                f"process {process.pid} still runs after {timeout_s:g} s; its streams may need"
-                " longer"
-            ) from None
+        end = time.monotonic() + timeout_s
+        # Not psutil's wait: a parent that has yet to collect its child would keep it waiting.
+        while known.server.find() is not None:
+            if time.monotonic() > end:
+                raise StartError(
+                    f"process {process.pid} still runs after {timeout_s:g} s; its streams may need"
+                    " longer"
+                )
+            time.sleep(0.1)
         return f"cluster {cluster_name!r} is down"
     removed = len(_end(known.leftovers(), timeout_s))
     actors = 0
