@@ -35,6 +35,7 @@ console = Console(stderr=True, highlight=False)
 ClusterName = Annotated[str, typer.Option(help="Which of this user's clusters.")]
 # Options of `serve`, grouped as in --help. A value that is not given is left to the config file.
 MODEL, CACHE, LIMITS, CLUSTER = "Model", "KV cache", "Limits", "Cluster"
+ACCESS = "Access and logs"
 TIERS = "KV cache tiers"
 
 
@@ -52,7 +53,15 @@ def serve(
         str | None, typer.Option(help="Known name, folder or GGUF file.", rich_help_panel=MODEL)
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name in the API.", rich_help_panel=MODEL)
+        list[str] | None,
+        typer.Option(help="Name in the API; again for further names.", rich_help_panel=MODEL),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file, or one of the model's own.", rich_help_panel=MODEL)
+    ] = None,
+    sampling_defaults: Annotated[
+        str | None,
+        typer.Option(help="model (its generation_config.json) or openai.", rich_help_panel=MODEL),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 or float32.", rich_help_panel=MODEL)
@@ -121,6 +130,34 @@ def serve(
     max_queued_requests: Annotated[
         int | None, typer.Option(help="Waiting; above, 429.", rich_help_panel=LIMITS)
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="That requests must bring; again for several.",
+            envvar="PD_API_KEYS",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="For /admin and /flush_cache; else only from this machine.",
+            envvar="PD_ADMIN_KEY",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    log_prompts: Annotated[
+        bool,
+        typer.Option("--log-prompts", help="Put prompts into the log.", rich_help_panel=ACCESS),
+    ] = False,
+    enable_cache_report: Annotated[
+        bool,
+        typer.Option(
+            "--enable-cache-report",
+            help="Usage tells cached tokens: it always does.",
+            rich_help_panel=ACCESS,
+        ),
+    ] = False,
     prefill: Annotated[
         int | None, typer.Option(help="Prefill workers.", rich_help_panel=CLUSTER)
     ] = None,
@@ -146,7 +183,13 @@ def serve(
         "host": host,
         "port": port,
         "model": model,
-        "served_model_name": served_model_name,
+        "served_model_name": served_model_name[0] if served_model_name else None,
+        "model_aliases": served_model_name[1:] if served_model_name else None,
+        "chat_template": chat_template,
+        "sampling_defaults": sampling_defaults,
+        "api_keys": api_key or None,
+        "admin_key": admin_key,
+        "log_prompts": log_prompts or None,
         "dtype": dtype,
         "context_length": context_length,
         "page_size": page_size,

@@ -76,6 +76,9 @@ class Config(_Section):
     model_aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="further names that requests may give the model"
     )
+    chat_template: str | None = Field(
+        None, min_length=1, description="a file, or the name of one of the model's own"
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model", description="for what a request leaves out: generation_config.json's, or OpenAI's"
     )
@@ -131,6 +134,13 @@ class Config(_Section):
 
     transfer: TransferConfig = TransferConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+
+    @field_validator("chat_template")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """Other processes that read the file have working directories of their own."""
+        path = None if value is None else Path(value).expanduser()
+        return str(path.resolve()) if path is not None and path.is_file() else value
 
     @field_validator("max_total_tokens")
     @classmethod

@@ -150,7 +150,7 @@ class GatewayActor:
         self.name = name
         log_as_json(name)
         folder = Path(spec.model_folder)
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer = Tokenizer(folder, config.chat_template)
         model = load_config(folder)
         context = config.context_length or model.max_positions
         self.model = ModelInfo(
