@@ -19,6 +19,7 @@ class BenchName(StrEnum):
     LAYOUT = "layout"
     TRANSFER = "transfer"
     CACHE = "cache"
+    TIERS = "tiers"
     KERNELS = "kernels"
     OVERHEAD = "overhead"
     IDLE = "idle"
@@ -58,6 +59,10 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
             from pd_cluster.bench import cache
 
             return cache.run()
+        case BenchName.TIERS:
+            from pd_cluster.bench import tiers
+
+            return tiers.run()
         case BenchName.KERNELS:
             from pd_kernels import bench as kernels
 
@@ -140,6 +145,10 @@ def _conclusions(name: BenchName, figures: dict[str, float]) -> list[str]:
         from pd_cluster.bench import layout
 
         return layout.conclusions(figures)
+    if name is BenchName.TIERS:
+        from pd_cluster.bench import tiers
+
+        return tiers.conclusions(figures)
     return []
 
 
