@@ -37,6 +37,7 @@ from pd_cluster.types import (
     PrefillFailed,
     ReportReply,
     Role,
+    Route,
     StartAttempt,
     StartPrefill,
     WorkerId,
@@ -59,6 +60,7 @@ from pd_cluster.worker.instructions import (
     Send,
     WritePages,
 )
+from pd_cluster.worker.kv_feed import KvFeed
 from pd_cluster.worker.kv_publisher import make_kv_events
 from pd_cluster.worker.scheduler import WorkerScheduler
 from pd_cluster.worker.transport import Transport
@@ -70,6 +72,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_S = 0.25
+# Every worker can do all of them.
+ROUTES: tuple[Route, ...] = ("remote", "remote+pull", "local")
 IDLE_S = 60.0
 POSTED = (
     StartAttempt,
@@ -121,6 +125,7 @@ class WorkerActor:
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
         )
+        self.kv_feed = KvFeed(self.id, cache, self._tell_coordinator)
         self._stopping = threading.Event()
         self._refused: str | None = None
         threading.Thread(target=self._run, name="engine", daemon=True).start()
@@ -213,7 +218,8 @@ class WorkerActor:
         next_tick, busy = 0.0, False
         while not self._stopping.is_set():
             # With nothing to do there are no deadlines: sleep until there is mail.
-            idle_s = IDLE_S if self.scheduler.idle else TICK_S
+            quiet = self.scheduler.idle and not self.kv_feed.pending
+            idle_s = IDLE_S if quiet else TICK_S
             for item in self._receive(wait_s=0.0 if busy else idle_s):
                 self._take(item)
             now = time.monotonic()
@@ -224,10 +230,16 @@ class WorkerActor:
             self._obey(instructions)
             busy = batch is not None
             if batch is not None:
+                started = time.monotonic()
                 drawn = self.engine.run(batch)
-                self._obey(self.scheduler.computed(batch, drawn, time.monotonic()))
+                now = time.monotonic()
+                self.kv_feed.measure(batch, now - started)
+                self._obey(self.scheduler.computed(batch, drawn, now))
+            events = self.scheduler.cache.take_events()
+            self.kv_feed.take(events)
+            self.kv_feed.flush(now)
             if self.kv_events is not None:
-                self.kv_events.tell(self.scheduler.cache.take_events())
+                self.kv_events.tell(events)
 
     def _receive(self, wait_s: float) -> list[Event | AgentEvent | Callable[[], None]]:
         """All that is in the mailbox; waits for the first if it is empty."""
@@ -296,6 +308,23 @@ class WorkerActor:
             return
         ref.future().add_done_callback(done)
 
+    def _tell_coordinator(self, data: bytes) -> None:
+        def done(future: Future[bool]) -> None:
+            try:
+                follows = future.result()
+            except Exception:  # it restarts; the next update will find a gap
+                self.peers.forget(COORDINATOR)
+                return
+            if not follows:
+                self._mailbox.put(self.kv_feed.resend)
+
+        try:
+            ref = self.peers.handle(COORDINATOR).kv_events.remote(data)
+        except ValueError:
+            self.peers.forget(COORDINATOR)
+            return
+        ref.future().add_done_callback(done)
+
     # --- reports ---
 
     def _report_forever(self) -> None:
@@ -325,6 +354,7 @@ class WorkerActor:
             running=scheduler.prefill.running + scheduler.decode.count("running"),
             waiting=scheduler.prefill.waiting + scheduler.decode.count("awaiting"),
             attempts=tuple(scheduler.decode.sequences),
+            routes=ROUTES,
         )
 
     def _snapshot(self) -> WorkerSnapshot:

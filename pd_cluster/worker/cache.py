@@ -33,11 +33,11 @@ def make_cache(
     configuration is wrong, StorageError where a store cannot be reached.
     """
     enabled = config.keeps_prefixes(role)
-    pool, record = PagePool(config.num_pages), config.kv_events_config is not None
+    pool = PagePool(config.num_pages)
     if not (config.enable_hierarchical_cache and enabled):
         factory = prefix_cache_factory(config.radix_cache_backend)
         cache = factory(
-            pool, config.page_size, _policy(config), enabled=enabled, record_events=record
+            pool, config.page_size, _policy(config), enabled=enabled, record_events=True
         )
         return cache, None
     if config.radix_cache_backend != "radix":
@@ -57,13 +57,14 @@ def make_cache(
             int(config.hicache_storage_size * _GB),
             config.hicache_storage_backend_extra_config,
         )
+    record = config.kv_events_config is not None
     host = PrefixCache(host_pool, config.page_size, _policy(config), record_events=record)
     cache = TieredCache(
         pool,
         config.page_size,
         _policy(config),
         host=host,
-        record_events=record,
+        record_events=True,
         write_policy=config.hicache_write_policy,
         storage_block=None if storage is None else block,
         prefetch_policy=config.hicache_storage_prefetch_policy,
