@@ -11,8 +11,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -46,6 +48,7 @@ LAYERS = {
     "pd_cluster.simulate*": 4,
     "pd_cluster.worker.engine": 5,
     "pd_cluster.worker.cache": 5,
+    "pd_cluster.worker.kv_feed": 5,
     "pd_cluster.worker.kv_publisher": 5,
     "pd_cluster.worker.tier_io": 5,
     "pd_cluster.worker.transport": 5,
@@ -252,6 +255,42 @@ def test_importing_pure_modules_brings_no_heavy_library() -> None:
     code = f"import sys, {', '.join(light)}; print(*[x for x in {heavy} if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+# Imported by name though another library brings it: fastapi's own objects are starlette's.
+BROUGHT_BY = {"starlette": "fastapi"}
+# Imported only where their feature is asked for: an extra may bring what they need.
+OPTIONAL = ("pd_cluster.cache.storage_*",)
+
+
+def declared(*, extras: bool) -> set[str]:
+    """Normalised names of the distributions that pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    if extras:
+        wanted += [each for extra in project["optional-dependencies"].values() for each in extra]
+    return {normalised(re.split(r"[<>=!~\[; ]", each)[0]) for each in wanted}
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_library_is_a_declared_dependency() -> None:
+    """What only some other package happens to bring is missing in another environment."""
+    providers = packages_distributions()
+    core, all_declared = declared(extras=False), declared(extras=True)
+    wrong = []
+    for name in MODULES:
+        allowed = all_declared if any(fnmatchcase(name, each) for each in OPTIONAL) else core
+        for target, line in imports(name):
+            top = target.split(".")[0]
+            if top in sys.stdlib_module_names or top in PACKAGES:
+                continue
+            found = {normalised(each) for each in providers.get(BROUGHT_BY.get(top, top), [top])}
+            if not found & allowed:
+                wrong.append(f"{where(name, line)}: {top} ({', '.join(sorted(found))})")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_public_names_of_the_kernels() -> None:
