@@ -11,7 +11,7 @@ import ray
 import torch
 
 import pd_kernels
-from pd_cluster.cache.eviction import make_eviction_policy
+from pd_cluster.cache.check import check_cache
 from pd_cluster.cluster import Cluster, init_ray
 from pd_cluster.config import Config
 from pd_cluster.errors import ConfigError, StartError
@@ -43,10 +43,7 @@ class Server:
         """Raises ConfigError, ModelError or StartError, each in one line, and leaves nothing
         behind.
         """
-        try:
-            make_eviction_policy(config.radix_eviction_policy, config.radix_eviction_policy_config)
-        except ValueError as error:
-            raise ConfigError(f"config key 'radix_eviction_policy_config': {error}") from error
+        check_cache(config)
         if address is None:
             # Before the slow part: is the port free?
             for index in range(config.gateways if config.port else 0):
