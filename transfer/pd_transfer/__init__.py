@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pd_transfer.api import nixl_agent
 from pd_transfer.config import nixl_agent_config
-from pd_transfer.descriptors import nixlRegDList, nixlXferDList
+from pd_transfer.descriptors import nixlRegDList, nixlRemoteDList, nixlXferDList
 from pd_transfer.enums import (
     DEFAULT_COMM_PORT,
     NIXL_INIT_AGENT,
     nixl_mem_t,
+    nixl_status_t,
     nixl_thread_sync_t,
     nixl_xfer_op_t,
 )
@@ -36,13 +37,28 @@ from pd_transfer.errors import (
 from pd_transfer.fake import FakeBackend, FakeNetwork
 from pd_transfer.handles import nixl_prepped_dlist_handle, nixl_xfer_handle
 from pd_transfer.state import Backend, Event, PeerState, State, Statistics
+from pd_transfer.telemetry import nixlXferTelemetry
 
 if TYPE_CHECKING:
     from pd_transfer.ucx import UcxOptions
 
+# As module attributes too, by upstream's names.
+DRAM_SEG, VRAM_SEG, BLK_SEG, OBJ_SEG, FILE_SEG = nixl_mem_t
+NIXL_READ, NIXL_WRITE = nixl_xfer_op_t
+HAVE_UCX_GPU_DEVICE_API = False
+nixl_backend_handle = Backend
+
 __all__ = [
+    "BLK_SEG",
     "DEFAULT_COMM_PORT",
     "NIXL_INIT_AGENT",
+    "DRAM_SEG",
+    "FILE_SEG",
+    "HAVE_UCX_GPU_DEVICE_API",
+    "NIXL_READ",
+    "NIXL_WRITE",
+    "OBJ_SEG",
+    "VRAM_SEG",
     "Event",
     "FakeNetwork",
     "PeerState",
@@ -58,14 +74,18 @@ __all__ = [
     "nixlNotPostedError",
     "nixlNotSupportedError",
     "nixlRegDList",
+    "nixlRemoteDList",
     "nixlRemoteDisconnectError",
     "nixlRepostActiveError",
     "nixlUnknownError",
     "nixlXferDList",
+    "nixlXferTelemetry",
+    "nixl_backend_handle",
     "nixl_agent",
     "nixl_agent_config",
     "nixl_mem_t",
     "nixl_prepped_dlist_handle",
+    "nixl_status_t",
     "nixl_thread_sync_t",
     "nixl_xfer_handle",
     "nixl_xfer_op_t",

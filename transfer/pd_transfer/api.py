@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +14,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pd_transfer import metadata as wire_metadata
+from pd_transfer.base import as_name
+from pd_transfer.collect import reg_descs, remote_descs, strided, xfer_descs
 from pd_transfer.config import nixl_agent_config
-from pd_transfer.descriptors import nixlRegDList, nixlXferDList, reg_descs, xfer_descs
+from pd_transfer.descriptors import nixlRegDList, nixlRemoteDList, nixlXferDList
 from pd_transfer.enums import (
     MEMORY_TYPES,
     OPERATIONS,
@@ -22,19 +25,22 @@ from pd_transfer.enums import (
     nixl_xfer_op_t,
 )
 from pd_transfer.errors import (
-    nixlBackendError,
     nixlInvalidParamError,
-    nixlNotAllowedError,
+    nixlNoTelemetryError,
     nixlNotFoundError,
     nixlNotPostedError,
     nixlNotSupportedError,
     nixlRepostActiveError,
 )
+from pd_transfer.exchange import MetadataCalls
 from pd_transfer.handles import nixl_prepped_dlist_handle, nixl_xfer_handle
-from pd_transfer.metadata import Metadata
+from pd_transfer.notifications import NotificationCalls
+from pd_transfer.plugins import BackendCalls
 from pd_transfer.regions import locate
 from pd_transfer.runs import copy, merge
-from pd_transfer.state import Backend, Event, Peer, PeerState, State, Statistics, Transfer
+from pd_transfer.serialized import deserialize, serialize
+from pd_transfer.state import Backend, Event, PeerState, State, Statistics, Transfer
+from pd_transfer.telemetry import CostMethod, nixlXferTelemetry
 
 logger: Final = logging.getLogger(__name__)
 
@@ -50,8 +56,8 @@ class _Prepared:
     post: Transfer | None = None
 
 
-class nixl_agent:
-    """NIXL's agent, the subset that a prefill-to-decode KV path needs, plus extensions.
+class nixl_agent(MetadataCalls, NotificationCalls, BackendCalls):
+    """NIXL's agent, whole but for `prep_mem_view`, plus extensions.
 
     Differences from upstream, all on the safe side:
 
@@ -65,13 +71,14 @@ class nixl_agent:
     Args:
         agent_name: unique among the agents that meet.
         nixl_conf: see `nixl_agent_config`.
-        instantiate_all: refused with `nixlNotSupportedError`; there is one backend an agent.
+        instantiate_all: no difference, there is one backend an agent.
         secret: what transfer connections must prove to know. Without one, the agent makes its own
             and puts it in its metadata: whoever has the metadata may write, as upstream.
         open_backend: builds the backend; UCX if left out. See `pd_transfer.agent`.
 
     Raises:
         ValueError: empty name or secret.
+        OSError: a port to listen on is taken.
     """
 
     def __init__(
@@ -88,8 +95,8 @@ class nixl_agent:
         if secret is not None and not secret:
             raise ValueError("an empty secret protects nothing: leave it out or give one")
         config = nixl_conf or nixl_agent_config()
-        if instantiate_all or config.enable_listen or config.capture_telemetry:
-            raise nixlNotSupportedError("no metadata listener, telemetry or second backend yet")
+        if instantiate_all and nixl_conf is not None:
+            logger.warning("instantiate_all is ignored: the configuration names the backends")
         if open_backend is None:
             # Imported late: the fake backend must work where UCX is not installed.
             from pd_transfer.ucx import UcxBackend, UcxOptions
@@ -102,14 +109,31 @@ class nixl_agent:
         self.name = agent_name
         self.nixl_mems = MEMORY_TYPES
         self.nixl_ops = OPERATIONS
+        self.notifs = {}
+        self._secret = secret
+        self._telemetry = _telemetry_wanted(config)
         self._state = State(agent_name)
         self._backend = open_backend(self._state)
-        self.backends = {self._backend.kind: self._backend}
+        self.plugin_list = [self._backend.kind]
+        self.backends = {}
+        self.backend_mems = {}
+        for kind in self.plugin_list if nixl_conf is None else config.backends:
+            if kind in self.plugin_list:
+                self.create_backend(kind)
+            else:
+                logger.warning("there is no backend %r: it is left out", kind)
         self._ids = itertools.count(1)
         self._epochs = itertools.count(1)
         self._prepared: dict[int, _Prepared] = {}
         # Not a __del__: it also runs at interpreter exit, before modules are torn down.
         self._finalizer = weakref.finalize(self, self._backend.close)
+        self._listener = None
+        if config.enable_listen:
+            try:
+                self._listener = self._listen(config.port)
+            except OSError:
+                self._finalizer()
+                raise
 
     # Memory.
 
@@ -131,6 +155,21 @@ class nixl_agent:
         """Descriptors to transfer: as `get_reg_descs`, with 3-tuples."""
         return xfer_descs(descs, mem_type)
 
+    def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> nixlRemoteDList:
+        """From 4-tuples (address, bytes, device, agent name); raises as `get_reg_descs`."""
+        return remote_descs(descs, mem_type)
+
+    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
+        """Bytes for `deserialize_descs` elsewhere. Not upstream's pickle: safe to read."""
+        return serialize(descs)
+
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
+        """
+        Raises:
+            nixlMismatchError: not made by `get_serialized_descs`.
+        """
+        return deserialize(serialized_descs)
+
     def register_memory(
         self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixlRegDList:
@@ -143,8 +182,9 @@ class nixl_agent:
         """
         self._check_backends(backends)
         descs = reg_descs(reg_list, mem_type)
-        if descs.getType() != nixl_mem_t.DRAM_SEG:
+        if descs.getType() != nixl_mem_t.DRAM_SEG or not self.backends:
             raise nixlNotFoundError(f"no backend registers {descs.getType().name}")
+        self._backend.register(descs.getType(), descs.rows)
         self._state.regions.add(descs.getType(), descs.rows)
         return descs
 
@@ -157,70 +197,21 @@ class nixl_agent:
         """
         self._check_backends(backends)
         self._state.regions.remove(dereg_list.getType(), dereg_list.rows)
+        self._backend.deregister(dereg_list.getType(), dereg_list.rows)
 
-    # Metadata.
-
-    def get_agent_metadata(self) -> bytes:
-        """A snapshot for `add_remote_agent` elsewhere: register memory before."""
-        return wire_metadata.encode(
-            Metadata(
-                version=wire_metadata.VERSION,
-                name=self.name,
-                generation=self._state.generation,
-                backend=self._backend.kind,
-                connection=self._backend.connection(),
-                regions=self._state.regions.snapshot(),
-            )
-        )
-
-    def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Load a peer's metadata and start connecting. Loading newer metadata of it is legal.
-
-        Returns:
-            The peer's name as bytes, as upstream's binding does.
+    def query_memory(
+        self, reg_list: Any, backend: str, mem_type: str | None = None
+    ) -> list[dict[str, str] | None]:
+        """For storage backends only; UCX has nothing to tell, upstream neither.
 
         Raises:
-            nixlMismatchError: not metadata, or of another version.
-            nixlInvalidParamError: this agent's own.
-            nixlBackendError: no common backend.
-            nixlNotAllowedError: another agent of the same name is loaded; remove that first.
+            ValueError: no such backend was created.
+            nixlNotSupportedError: otherwise.
         """
-        loaded = wire_metadata.decode(metadata)
-        if loaded.name == self.name:
-            raise nixlInvalidParamError("an agent is not its own remote agent")
-        if loaded.backend != self._backend.kind:
-            raise nixlBackendError(f"{loaded.name!r} speaks {loaded.backend} only")
-        with self._state.lock:
-            known = self._state.peers.get(loaded.name)
-            if known is None:
-                self._backend.connect(loaded)
-                self._state.peers[loaded.name] = Peer(loaded, next(self._epochs))
-            elif (known.metadata.generation, known.metadata.connection) != (
-                loaded.generation,
-                loaded.connection,
-            ):
-                raise nixlNotAllowedError(f"another agent named {loaded.name!r} is loaded")
-            else:
-                self._state.peers[loaded.name] = Peer(loaded, known.epoch)
-        return loaded.name.encode()
-
-    def remove_remote_agent(self, agent: str | bytes) -> None:
-        """Abort what is under way to the peer and forget it. Never raises, as upstream."""
-        with self._state.lock:
-            if self._state.peers.pop(_name(agent), None) is not None:
-                self._backend.disconnect(_name(agent))
-
-    def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Whether the peer is loaded and, if given, its metadata covers `descs`."""
-        peer = self._state.peers.get(_name(agent))
-        if peer is None:
-            return False
-        if descs is not None:
-            try:
-                locate(peer.metadata.regions, descs.getType(), descs.rows)
-            except nixlNotFoundError:
-                return False
-        return True
+        if backend not in self.backends:
+            raise ValueError(f"backend {backend!r} was not created, only {list(self.backends)}")
+        reg_descs(reg_list, mem_type)
+        raise nixlNotSupportedError(f"backend {backend!r} cannot be queried for memory")
 
     # Transfers.
 
@@ -233,6 +224,9 @@ class nixl_agent:
     ) -> nixl_prepped_dlist_handle:
         """Resolve one side of coming transfers, e.g. a whole page pool, once.
 
+        `xfer_list` may also be an (N, 5) array of (address, bytes, device, stride, count), each
+        standing for `count` pieces that lie `stride` bytes apart; then `mem_type` is needed.
+
         Args:
             agent_name: "NIXL_INIT_AGENT" or "" for this agent's local side, its own name for the
                 remote side of a loopback, else a peer.
@@ -241,8 +235,10 @@ class nixl_agent:
             nixlNotFoundError: unknown agent, or a descriptor in no single registered region.
         """
         self._check_backends(backends)
+        if isinstance(xfer_list, np.ndarray) and xfer_list.shape[1:] == (5,):
+            xfer_list = strided(xfer_list)
         descs = xfer_descs(xfer_list, mem_type)
-        peer, epoch = _name(agent_name), 0
+        peer, epoch = as_name(agent_name), 0
         if peer in ("NIXL_INIT_AGENT", "", self.name):
             regions = self._state.regions.snapshot()
         else:
@@ -313,6 +309,34 @@ class nixl_agent:
         self._state.count(handles_open=1)
         return nixl_xfer_handle(self, template.handle)
 
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: nixlXferDList,
+        remote_descs: nixlXferDList,
+        remote_agent: str | bytes,
+        notif_msg: bytes = b"",
+        backends: Sequence[str] = (),
+    ) -> nixl_xfer_handle:
+        """A transfer between two lists, descriptor by descriptor. Neighbours are merged.
+
+        Raises:
+            nixlInvalidParamError: empty, of unequal count, or a pair of unequal lengths.
+            nixlNotFoundError: unknown agent, or memory that is not registered.
+            KeyError: `operation` is neither "READ" nor "WRITE".
+        """
+        local = self.prep_xfer_dlist("NIXL_INIT_AGENT", local_descs)
+        remote = self.prep_xfer_dlist(remote_agent or self.name, remote_descs)
+        return self.make_prepped_xfer(
+            operation,
+            local,
+            np.arange(local_descs.descCount()),
+            remote,
+            np.arange(remote_descs.descCount()),
+            notif_msg,
+            backends,
+        )
+
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes = b"") -> str:
         """Post. A given `notif_msg` replaces the handle's, for later posts too.
 
@@ -335,16 +359,18 @@ class nixl_agent:
         if template.peer != self.name and self._peer(template.peer).epoch != prepared.epoch:
             raise nixlNotFoundError(f"{template.peer!r} was removed and added again")
         self._state.regions.hold(template.local_regions)
-        post = prepared.post = replace(template)
+        post = prepared.post = replace(template, posted_at=time.monotonic())
         self._state.count(transfers_active=1)
         if template.peer == self.name:
             self._loop_back(post)
         else:
             self._backend.post(post)
-        return self.check_xfer_state(handle)
+        post.returned_at = time.monotonic()
+        return _state(post)
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """
+        """Asking in a loop is fine: it waits up to 1 ms for the end before it says "PROC".
+
         Returns:
             "PROC" while active, "DONE" for ever after.
 
@@ -360,10 +386,45 @@ class nixl_agent:
         if post is None:
             raise nixlNotPostedError(f"{handle!r} has not been posted")
         if not post.ended:
-            return "PROC"
-        if post.error is not None:
-            raise type(post.error)(*post.error.args)
-        return "DONE"
+            self._state.pause(post)
+        return _state(post)
+
+    def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlXferTelemetry:
+        """Times of the latest post; `xferDuration` is 0 while it is active.
+
+        Raises:
+            nixlNoTelemetryError: `capture_telemetry` was not asked for.
+            nixlNotPostedError: not posted yet.
+        """
+        handle._check(self)
+        if not self._telemetry:
+            raise nixlNoTelemetryError("the agent was not configured with capture_telemetry")
+        post = self._prepared[int(handle)].post
+        if post is None:
+            raise nixlNotPostedError(f"{handle!r} has not been posted")
+        return nixlXferTelemetry(
+            startTime=round(post.posted_at * 1e6),
+            postDuration=round((post.returned_at - post.posted_at) * 1e6),
+            xferDuration=round((post.ended_at - post.posted_at) * 1e6) if post.ended else 0,
+            totalBytes=post.runs.nbytes,
+            descCount=len(post.runs.lengths),
+        )
+
+    def estimate_xfer_cost(self, handle: nixl_xfer_handle) -> tuple[int, int, CostMethod]:
+        """(microseconds, error margin, "ANALYTICAL_BACKEND"), from earlier transfers of the peer.
+
+        (0, 0, "UNKNOWN") before the first, as upstream's UCX always says.
+        """
+        handle._check(self)
+        template = self._prepared[int(handle)].template
+        with self._state.lock:
+            cost = self._state.costs.get(template.peer)
+            return (0, 0, "UNKNOWN") if cost is None else cost.estimate(template.runs.nbytes)
+
+    def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
+        """The name of the backend that carries it."""
+        handle._check(self)
+        return self._backend.kind
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Release; an active transfer is aborted in the background, so its memory is in use for a
@@ -372,31 +433,6 @@ class nixl_agent:
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
         handle.release()
-
-    # Notifications.
-
-    def send_notif(
-        self, remote_agent_name: str | bytes, notif_msg: bytes, backend: str | None = None
-    ) -> None:
-        """Send bytes to a peer, or to this agent itself. Not ordered with transfers.
-
-        Raises:
-            nixlNotFoundError: unknown agent.
-            nixlRemoteDisconnectError: it died.
-        """
-        self._check_backends([] if backend is None else [backend])
-        name = _name(remote_agent_name)
-        if name == self.name:
-            self._state.notified(name, bytes(notif_msg))
-        else:
-            self._peer(name)
-            self._backend.notify(name, bytes(notif_msg))
-        self._state.count(notifications_sent=1)
-
-    def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """What arrived since the last call, by sender. All data of a WRITE is visible by then."""
-        self._check_backends(backends)
-        return self._state.take_notifications()
 
     # Extensions to NIXL.
 
@@ -429,9 +465,9 @@ class nixl_agent:
         Raises:
             nixlNotFoundError: no such agent was added here or has connected.
         """
-        state = self._backend.peer_state(_name(agent))
+        state = self._backend.peer_state(as_name(agent))
         if state is None:
-            raise nixlNotFoundError(f"unknown agent {_name(agent)!r}")
+            raise nixlNotFoundError(f"unknown agent {as_name(agent)!r}")
         return state
 
     def peer_is_quiet(self, agent: str | bytes) -> bool:
@@ -439,7 +475,7 @@ class nixl_agent:
 
         True for a peer that is dead (it is called dead only then) or never connected.
         """
-        return self._backend.peer_is_quiet(_name(agent))
+        return self._backend.peer_is_quiet(as_name(agent))
 
     def statistics(self) -> Statistics:
         """Extension: a frozen snapshot of the counters."""
@@ -447,6 +483,9 @@ class nixl_agent:
 
     def close(self) -> None:
         """Extension: end the agent. Peers see it as dead. Twice is once."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         self._finalizer()
 
     def __enter__(self) -> nixl_agent:
@@ -456,20 +495,6 @@ class nixl_agent:
         self.close()
 
     # Inside.
-
-    def _peer(self, name: str) -> Peer:
-        peer = self._state.peers.get(name)
-        if peer is not None:
-            return peer
-        reason = self._backend.why_lost(name)
-        if reason is not None:
-            raise reason
-        raise nixlNotFoundError(f"unknown agent {name!r}")
-
-    def _check_backends(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self.backends:
-                raise nixlNotFoundError(f"no backend {name!r} here")
 
     def _loop_back(self, post: Transfer) -> None:
         runs, error = post.runs, None
@@ -497,5 +522,15 @@ class nixl_agent:
             self._backend.abort(prepared.post)
 
 
-def _name(agent: str | bytes) -> str:
-    return agent.decode() if isinstance(agent, bytes) else agent
+def _state(post: Transfer) -> str:
+    if not post.ended:
+        return "PROC"
+    if post.error is not None:
+        raise type(post.error)(*post.error.args)
+    return "DONE"
+
+
+def _telemetry_wanted(config: nixl_agent_config) -> bool:
+    """As upstream, the environment has the last word."""
+    word = os.environ.get("NIXL_TELEMETRY_ENABLE", "").lower()
+    return word in ("y", "yes", "on", "1", "true", "enable") if word else config.capture_telemetry

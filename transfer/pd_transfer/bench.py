@@ -1,184 +1,316 @@
-"""Speed between two processes of one host, against memcpy in the same run."""
+"""Speed between two processes of one host: ours, the `nixl` wheel and memcpy, in one run."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import queue
-import secrets
-import statistics
+import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pd_transfer import Event, agent, nixl_agent
-from pd_transfer.descriptors import Rows
+from pd_transfer.bench_node import orders
 
-DEFAULT_SIZES: Final = (384, 23_040, 65_536, 262_144, 1_048_576)
+logger: Final = logging.getLogger("pd_transfer")
+
+KIB: Final = 1024
+DEFAULT_SIZES: Final = (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 16 * 1024 * KIB)
 # One token's KV of SmolLM2-135M in bfloat16: a page of page_size 1.
 PAGE: Final = 23_040
+_SCRIPT: Final = Path(__file__).with_name("bench_node.py")
 
 
 def run(
     sizes: Sequence[int] = DEFAULT_SIZES,
     *,
-    total: int = 256 * 1024 * 1024,
-    repeats: int = 5,
+    total: int = 256 * 1024 * KIB,
+    repeats: int = 50,
     round_trips: int = 300,
     seed: int = 0,
+    nixl_python: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    prefixes: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> dict[str, float]:
     """Measure WRITE and READ of `total` bytes in pieces of each size, and one page's round trip.
 
-    Contiguous pieces follow each other on both sides; scattered ones lie in an unrelated random
-    order on either side. memcpy copies the same scattered pieces, and the same total in one, inside
-    one process.
+    Contiguous pieces follow each other on both sides, scattered ones lie in unrelated orders.
+    A measurement is from making the handle out of prepared lists to "DONE", by NIXL's API on both
+    libraries. Repeats of all contenders are interleaved; NIXL takes part twice, so that the spread
+    of its ratio to itself is the run's own noise. Speeds are 90th percentiles.
 
     Args:
         sizes: bytes of a piece.
         total: bytes of a transfer and of either side's memory.
-        repeats: of each figure; the best is reported.
-        round_trips: single pages, from `transfer` to the end told by the event callback.
+        repeats: of each figure.
+        round_trips: single pages written, with a notification.
+        nixl_python: an interpreter that has `nixl_cu12`; this one if it has, else NIXL is left out.
+        options: of `pd_transfer.ucx.UcxOptions`, for both sides.
+        environment: for all processes, e.g. ``{"UCX_TLS": "tcp,self"}``.
+        prefixes: commands that start the initiator and the target elsewhere, e.g. in a network
+            namespace.
 
     Returns:
-        ``write.contiguous.<size>.ours_gbps`` and ``...memcpy_gbps`` in GB/s, the same for
-        ``scattered`` and ``read``, and ``roundtrip_us``, ``roundtrip_p99_us``.
+        By ``<write|read>.<contiguous|scattered>.<size>.``: ``ours_gbps``, ``nixl_gbps``,
+        ``memcpy_gbps`` in GB/s; ``ours_cpu_s_per_gb`` and ``nixl_cpu_s_per_gb``, the CPU time of
+        both sides together, which other load on the machine disturbs least; ``nixl_ratio`` (ours
+        by NIXL's), ``nixl_ratio_median`` of the paired ratios with its 95 % interval ``_low``,
+        ``_high``, and the same of NIXL with itself, ``noise_ratio...``. Besides,
+        ``write.<order>.262144.busy_ratio``: with the target's main thread in matrix products, by
+        idle; ``roundtrip_us``, ``roundtrip_p99_us``, ``nixl_roundtrip_us``; ``post_10000_us``.
+        What needs NIXL is absent without it.
     """
+    if nixl_python is None and importlib.util.find_spec("nixl_cu12"):
+        nixl_python = sys.executable
+    if nixl_python is None:
+        logger.warning("nixl_cu12 is not installed: measuring without it")
     figures: dict[str, float] = {}
-    secret = secrets.token_bytes(32)
-    # Not multiprocessing, which would import the caller's main module anew.
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from pd_transfer.bench import serve; serve()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps({"secret": secret.hex(), "total": total}) + "\n")
-        process.stdin.flush()
-        with agent(name="bench-initiator", secret=secret) as initiator:
-            memory = np.empty(total, np.uint8)
-            memory[:] = (
-                np.random.default_rng(seed)
-                .integers(0, 256, 4096, np.uint8)
-                .repeat(-(-total // 4096))[:total]
+    with ExitStack() as stack:
+
+        def pair(library: str, python: str) -> _Pair:
+            return stack.enter_context(
+                _Pair(library, python, total, dict(options or {}), environment, prefixes)
             )
-            initiator.register_memory(_rows(memory.ctypes.data, total, 1, total), "DRAM")
-            target = json.loads(process.stdout.readline())
-            initiator.add_remote_agent(bytes.fromhex(target["metadata"]))
-            peer = _Peer(initiator, memory, target["address"])
-            for size in sizes:
-                count = total // size
-                rng = np.random.default_rng(seed)
-                orders = {
-                    "contiguous": (np.arange(count), np.arange(count)),
-                    "scattered": (rng.permutation(count), rng.permutation(count)),
-                }
-                for layout, (local, remote) in orders.items():
-                    # What is contiguous, memcpy copies in one piece.
-                    memcpy = (
-                        _memcpy(memory, count * size, np.zeros(1, int), np.zeros(1, int), repeats)
-                        if layout == "contiguous"
-                        else _memcpy(memory, size, local, remote, repeats)
-                    )
-                    for operation in ("WRITE", "READ"):
-                        seconds = peer.time(operation, size, local, remote, repeats)
-                        name = f"{operation.lower()}.{layout}.{size}"
-                        figures[f"{name}.ours_gbps"] = count * size / seconds / 1e9
-                        figures[f"{name}.memcpy_gbps"] = count * size / memcpy / 1e9
-            trips = peer.round_trips(PAGE, round_trips)
-            figures["roundtrip_us"] = statistics.median(trips) * 1e6
-            figures["roundtrip_p99_us"] = sorted(trips)[int(len(trips) * 0.99)] * 1e6
-    finally:
-        process.kill()
-        process.communicate()
+
+        ours = pair("ours", sys.executable)
+        contenders: dict[str, Any] = {"ours": ours.move}
+        nixl, pairs = None, {"ours": ours}
+        if nixl_python is not None:
+            nixl = pair("nixl", nixl_python)
+            pairs["nixl"] = nixl
+            contenders |= {"nixl": nixl.move, "again": nixl.move}
+        memcpy = _Memcpy(total)
+        contenders["memcpy"] = memcpy.move
+        for size in sizes:
+            for order in ("contiguous", "scattered"):
+                for operation in ("WRITE", "READ"):
+                    name = f"{operation.lower()}.{order}.{size}"
+                    case = (operation, size, order)
+                    figures |= _compare(name, case, contenders, pairs, total, repeats, seed)
+            memcpy.forget()
+        for order in ("contiguous", "scattered"):
+            figures |= _busy(ours, order, min(256 * KIB, total), repeats)
+        figures |= _round_trips(ours, nixl, round_trips)
+        count = min(10_000, total // (16 * KIB))
+        posts = ours.initiator.call("post", 16 * KIB, count, 5)
+        figures["post_10000_us"] = float(np.median(posts)) * 1e6
     return figures
 
 
-class _Peer:
-    def __init__(self, initiator: nixl_agent, memory: npt.NDArray[np.uint8], address: int) -> None:
-        self._agent = initiator
-        self._memory = memory
-        self._address = address
-        self._ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        initiator.set_event_callback(self._ended.put)
-
-    def time(
-        self,
-        operation: str,
-        size: int,
-        local: npt.NDArray[np.int64],
-        remote: npt.NDArray[np.int64],
-        repeats: int,
-    ) -> float:
-        total = len(self._memory)
-        mine = self._agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", _rows(self._memory.ctypes.data, size, total // size, size), "DRAM"
-        )
-        theirs = self._agent.prep_xfer_dlist(
-            "bench-target", _rows(self._address, size, total // size, size), "DRAM"
-        )
-        best = float("inf")
-        for _ in range(repeats):
-            start = time.perf_counter()
-            handle = self._agent.make_prepped_xfer(operation, mine, local, theirs, remote)
-            self._agent.transfer(handle)
-            self._ended.get()
-            best = min(best, time.perf_counter() - start)
-            assert self._agent.check_xfer_state(handle) == "DONE"
-            handle.release()
-        return best
-
-    def round_trips(self, size: int, count: int) -> list[float]:
-        order = np.zeros(1, np.int64)
-        return [self.time("WRITE", size, order, order + i % 8, 1) for i in range(count)]
-
-
-def _rows(address: int, size: int, count: int, stride: int) -> Rows:
-    rows = np.zeros((count, 3), np.uint64)
-    rows[:, 0] = address + np.arange(count) * stride
-    rows[:, 1] = size
-    return rows
-
-
-def _memcpy(
-    memory: npt.NDArray[np.uint8],
-    size: int,
-    source: npt.NDArray[np.int64],
-    target: npt.NDArray[np.int64],
+def _compare(
+    name: str,
+    case: tuple[str, int, str],
+    contenders: Mapping[str, Any],
+    pairs: Mapping[str, _Pair],
+    total: int,
     repeats: int,
-) -> float:
-    """The best time of copying pieces from `memory` to other, warm memory, by numpy."""
-    count = len(source)
-    pieces = memory[: count * size].reshape(count, size)
-    copy = np.zeros_like(pieces)
-    best = float("inf")
+    seed: int,
+) -> dict[str, float]:
+    operation, size, order = case
+    moved = total // size * size
+    speeds: dict[str, list[float]] = {who: [] for who in contenders}
+    for who in contenders:  # page tables, caches and connections are not what is measured
+        contenders[who](operation, size, order, seed)
+    before = {who: pair.cpu() for who, pair in pairs.items()}
+    turns = list(contenders)
+    rng = np.random.default_rng(seed)
     for _ in range(repeats):
+        for turn in rng.permutation(len(turns)):
+            who = turns[turn]
+            speeds[who].append(moved / contenders[who](operation, size, order, seed) / 1e9)
+    figures = {
+        f"{name}.{who}_gbps": float(np.percentile(values, 90))
+        for who, values in speeds.items()
+        if who != "again"
+    }
+    for who, pair in pairs.items():
+        moves = repeats * (2 if who == "nixl" else 1)
+        figures[f"{name}.{who}_cpu_s_per_gb"] = (pair.cpu() - before[who]) / moves / moved * 1e9
+    if "nixl" in speeds:
+        figures |= _ratio(f"{name}.nixl_ratio", speeds["ours"], speeds["nixl"])
+        figures |= _ratio(f"{name}.noise_ratio", speeds["again"], speeds["nixl"])
+    return figures
+
+
+def _ratio(name: str, mine: list[float], theirs: list[float]) -> dict[str, float]:
+    paired = np.sort(np.array(mine) / np.array(theirs))
+    # The median's distribution-free interval: ranks from the normal approximation of a binomial.
+    half = 0.98 * len(paired) ** 0.5
+    low = max(0, int(len(paired) / 2 - half))
+    high = min(len(paired) - 1, int(len(paired) / 2 + half))
+    return {
+        name: float(np.percentile(mine, 90) / np.percentile(theirs, 90)),
+        f"{name}_median": float(np.median(paired)),
+        f"{name}_low": float(paired[low]),
+        f"{name}_high": float(paired[high]),
+    }
+
+
+def _busy(ours: _Pair, order: str, size: int, repeats: int) -> dict[str, float]:
+    idle, busy = [], []
+    for _ in range(repeats):
+        idle.append(ours.move("WRITE", size, order, 1))
+        ours.target.call("burn", True)
+        busy.append(ours.move("WRITE", size, order, 1))
+        ours.target.call("burn", False)
+    ratio = np.percentile(idle, 10) / np.percentile(busy, 10)
+    return {f"write.{order}.{size}.busy_ratio": float(ratio)}
+
+
+def _round_trips(ours: _Pair, nixl: _Pair | None, count: int) -> dict[str, float]:
+    contenders = {"": ours} | ({"nixl_": nixl} if nixl else {})
+    trips: dict[str, list[float]] = {who: [] for who in contenders}
+    for _ in range(10):
+        for who, pair in contenders.items():
+            trips[who] += pair.initiator.call("trips", PAGE, max(1, count // 10))
+            pair.target.call("drain")
+    figures = {f"{who}roundtrip_us": float(np.median(t)) * 1e6 for who, t in trips.items()}
+    figures["roundtrip_p99_us"] = float(np.percentile(trips[""], 99)) * 1e6
+    return figures
+
+
+class _Process:
+    def __init__(
+        self,
+        python: str,
+        prefix: Sequence[str],
+        environment: Mapping[str, str] | None,
+        *opening: Any,
+    ) -> None:
+        self._process = subprocess.Popen(
+            # -P: the script's folder is a package's inside, and no place to import from.
+            [*prefix, python, "-P", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "NIXL_LOG_LEVEL": "ERROR", **(environment or {})},
+        )
+        self.call("open", *opening)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"a process of the bench ended with {self._process.wait()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Pair:
+    """An initiator and a target that have met."""
+
+    def __init__(
+        self,
+        library: str,
+        python: str,
+        total: int,
+        options: dict[str, Any],
+        environment: Mapping[str, str] | None,
+        prefixes: tuple[Sequence[str], Sequence[str]],
+    ) -> None:
+        hosts = options.pop("hosts", ("127.0.0.1", "127.0.0.1"))
+        with ExitStack() as stack:
+            self.initiator, self.target = (
+                self._start(
+                    stack,
+                    python,
+                    prefix,
+                    environment,
+                    library,
+                    role,
+                    total,
+                    {**options, "host": host},
+                )
+                for role, prefix, host in zip(("initiator", "target"), prefixes, hosts, strict=True)
+            )
+            hello = self.target.call("hello")
+            self.initiator.call("meet", hello["metadata"], hello["address"])
+            self._stack = stack.pop_all()
+
+    @staticmethod
+    def _start(
+        stack: ExitStack,
+        python: str,
+        prefix: Sequence[str],
+        environment: Mapping[str, str] | None,
+        *opening: Any,
+    ) -> _Process:
+        process = _Process(python, prefix, environment, *opening)
+        stack.callback(process.close)
+        return process
+
+    def move(self, operation: str, size: int, order: str, seed: int) -> float:
+        (seconds,) = self.initiator.call("move", operation, size, order, 1, seed)
+        return float(seconds)
+
+    def cpu(self) -> float:
+        return float(self.initiator.call("cpu") + self.target.call("cpu"))
+
+    def __enter__(self) -> _Pair:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+
+class _Memcpy:
+    """The same pieces inside one process, between warm memory; contiguous ones in one go."""
+
+    def __init__(self, total: int) -> None:
+        self._source, self._target = (np.full(total, n, np.uint8) for n in (1, 0))
+        self._orders: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+
+    def forget(self) -> None:
+        self._orders.clear()
+
+    def move(self, operation: str, size: int, order: str, seed: int) -> float:
+        count = len(self._source) // size
+        source = self._source[: count * size].reshape(count, size)
+        target = self._target[: count * size].reshape(count, size)
+        if order not in self._orders:
+            self._orders[order] = orders(order, count, seed)
+        local, remote = self._orders[order]
         start = time.perf_counter()
-        if count == 1:
-            np.copyto(copy, pieces)
+        if order == "contiguous":
+            np.copyto(target, source)
         else:
-            copy[target] = pieces[source]
-        best = min(best, time.perf_counter() - start)
-    return best
+            target[remote] = source[local]
+        return time.perf_counter() - start
 
 
-def serve() -> None:
-    """The target process of `run`: announces itself on stdout, ends with stdin."""
-    order = json.loads(sys.stdin.readline())
-    memory = np.zeros(order["total"], np.uint8)
-    with agent(name="bench-target", secret=bytes.fromhex(order["secret"])) as target:
-        target.register_memory(_rows(memory.ctypes.data, memory.nbytes, 1, memory.nbytes), "DRAM")
-        answer = {"metadata": target.get_agent_metadata().hex(), "address": memory.ctypes.data}
-        print(json.dumps(answer), flush=True)
-        sys.stdin.read()
+def main() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES))
+    parser.add_argument("--nixl-python", help="an interpreter that has nixl_cu12")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args()
+    figures = run(given.sizes, repeats=given.repeats, nixl_python=given.nixl_python)
+    for name, value in figures.items():
+        print(f"{name:52} {value:10.3f}")
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
-    for name, value in run().items():
-        print(f"{name:44} {value:10.3f}")
+    main()

@@ -8,11 +8,12 @@ from pd_transfer.enums import DEFAULT_COMM_PORT, nixl_thread_sync_t
 
 
 class nixl_agent_config:
-    """Settings of an agent, by NIXL 1.4's names.
+    """Settings of an agent, by NIXL 1.5's names.
 
-    Only `backends` has an effect here: the agent always progresses by its own thread, is always
-    safe to call from several threads, and has no metadata listener yet, so `enable_listen_thread`
-    is refused by the agent rather than ignored.
+    `enable_listen_thread` accepts metadata on `listen_port` (0: any), see `nixl_agent.listen_port`;
+    `capture_telemetry` records each transfer's times, as the environment's
+    ``NIXL_TELEMETRY_ENABLE=y`` does. The others have no effect here: the agent always progresses
+    by its own one thread and is always safe to call from several.
 
     Raises:
         TypeError: `sync_mode` is not a `nixl_thread_sync_t`.
@@ -28,11 +29,7 @@ class nixl_agent_config:
         backends: Sequence[str] = ("UCX",),
         sync_mode: nixl_thread_sync_t | None = None,
     ) -> None:
-        if sync_mode is None:
-            sync_mode = (
-                nixl_thread_sync_t.STRICT if enable_listen_thread else nixl_thread_sync_t.NONE
-            )
-        elif not isinstance(sync_mode, nixl_thread_sync_t):
+        if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
             raise TypeError(f"sync_mode must be a nixl_thread_sync_t, got {sync_mode!r}")
         self.backends = list(backends)
         self.enable_pthread = enable_prog_thread

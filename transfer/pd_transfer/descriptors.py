@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pd_transfer.enums import MEMORY_TYPES, nixl_mem_t
-from pd_transfer.errors import nixlInvalidParamError, nixlNotFoundError
+from pd_transfer.enums import nixl_mem_t
+from pd_transfer.errors import nixlNotFoundError
 
 Rows = npt.NDArray[np.uint64]
 
@@ -86,6 +86,20 @@ class _DescriptorList:
 
     def isEmpty(self) -> bool:
         return self._count == 0
+
+    def print(self) -> None:
+        """Write the rows to stdout."""
+        print(f"{type(self).__name__} {self._type.name}: {self._count}")
+        for index in range(self._count):
+            print(*self[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"type": int(self._type), "rows": self.rows.tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._type = nixl_mem_t(state["type"])
+        self._rows = np.frombuffer(state["rows"], np.uint64).reshape(-1, _COLUMNS).copy()
+        self._count = len(self._rows)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _DescriptorList) or type(self) is not type(other):
@@ -184,65 +198,61 @@ class nixlRegDList(_DescriptorList):
     def trim(self) -> nixlXferDList:
         return nixlXferDList(self._type, self.rows)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "metas": self._metas}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._metas = list(state["metas"])
+
+
+class nixlRemoteDList(_DescriptorList):
+    """Rows ``(addr, len, dev_id, agent_name)``. Only NIXL's GPU device API takes them."""
+
+    _arity = 4
+
+    def __init__(self, type: nixl_mem_t, descs: int | Sequence[tuple[Any, ...]] = 0) -> None:
+        super().__init__(type, descs)
+        if isinstance(descs, int | np.integer):
+            self._agents = [""] * self._count
+        else:
+            self._agents = [_as_str(row[3]) for row in descs]
+
+    def __eq__(self, other: object) -> bool:
+        equal = super().__eq__(other)
+        if equal is True:
+            assert isinstance(other, nixlRemoteDList)
+            return self._agents == other._agents
+        return equal
+
+    __hash__ = None
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return (*super().__getitem__(index), self._agents[index])
+
+    def __setitem__(self, index: int, row: tuple[Any, ...]) -> None:
+        super().__setitem__(index, row)
+        self._agents[index] = _as_str(row[3])
+
+    def addDesc(self, row: tuple[Any, ...]) -> None:
+        super().addDesc(row)
+        self._agents.append(_as_str(row[3]))
+
+    def remDesc(self, index: int) -> None:
+        super().remDesc(index)
+        del self._agents[index]
+
+    def clear(self) -> None:
+        super().clear()
+        self._agents.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a remote list is not pickled, as upstream")
+
+
+def _as_str(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
 
 def _as_bytes(meta: str | bytes) -> bytes:
     return meta.encode() if isinstance(meta, str) else bytes(meta)
-
-
-def reg_descs(descs: Any, mem_type: str | None = None) -> nixlRegDList:
-    """What `nixl_agent.get_reg_descs` documents."""
-    if isinstance(descs, nixlRegDList):
-        return descs
-    if isinstance(descs, nixlXferDList):
-        raise nixlInvalidParamError("a transfer list was given where memory is registered")
-    kind, rows = _collect(descs, mem_type, arity=4)
-    return nixlRegDList(kind, rows)
-
-
-def xfer_descs(descs: Any, mem_type: str | None = None) -> nixlXferDList:
-    """What `nixl_agent.get_xfer_descs` documents."""
-    if isinstance(descs, nixlXferDList):
-        return descs
-    if isinstance(descs, nixlRegDList):
-        raise nixlInvalidParamError("a registration list was given: use its trim()")
-    kind, rows = _collect(descs, mem_type, arity=3)
-    return nixlXferDList(kind, rows)
-
-
-def _collect(
-    descs: Any, mem_type: str | None, arity: int
-) -> tuple[nixl_mem_t, npt.NDArray[Any] | list[tuple[Any, ...]]]:
-    if _is_tensor(descs):
-        return _collect_tensors([descs])
-    if isinstance(descs, list) and _is_tensor(descs[0]):
-        return _collect_tensors(descs)
-    if not isinstance(descs, list | np.ndarray):
-        raise nixlInvalidParamError(f"no descriptors can be made from {type(descs).__name__}")
-    if mem_type is None:
-        raise nixlInvalidParamError("mem_type is needed for descriptors that are plain numbers")
-    kind = MEMORY_TYPES[mem_type]
-    if isinstance(descs, np.ndarray):
-        return kind, descs
-    for row in descs:
-        if not isinstance(row, tuple) or len(row) != arity:
-            raise nixlInvalidParamError(f"expected tuples of {arity} fields, got {row!r}")
-    return kind, descs
-
-
-def _is_tensor(value: object) -> bool:
-    # By its methods, so that torch need not be installed, let alone imported.
-    return hasattr(value, "data_ptr") and hasattr(value, "is_contiguous")
-
-
-def _collect_tensors(tensors: list[Any]) -> tuple[nixl_mem_t, npt.NDArray[np.uint64]]:
-    if len({str(tensor.device) for tensor in tensors}) != 1:
-        raise nixlInvalidParamError("tensors of one list must be on one device")
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise nixlInvalidParamError("tensors must be contiguous")
-    on_cpu = tensors[0].device.type == "cpu"
-    device = 0 if on_cpu else tensors[0].get_device()
-    rows = [(t.data_ptr(), t.numel() * t.element_size(), device) for t in tensors]
-    return (
-        nixl_mem_t.DRAM_SEG if on_cpu else nixl_mem_t.VRAM_SEG,
-        np.array(rows, np.uint64),
-    )

@@ -22,11 +22,25 @@ class nixl_xfer_op_t(enum.IntEnum):
     NIXL_WRITE = 1
 
 
-class nixl_thread_sync_t(enum.IntEnum):
-    NONE = 0
-    STRICT = 1
-    RW = 2
-    DEFAULT = 0
+class nixl_status_t(enum.IntEnum):
+    NIXL_IN_PROG = 1
+    NIXL_SUCCESS = 0
+    NIXL_ERR_NOT_POSTED = -1
+    NIXL_ERR_INVALID_PARAM = -2
+    NIXL_ERR_BACKEND = -3
+    NIXL_ERR_NOT_FOUND = -4
+    NIXL_ERR_MISMATCH = -5
+    NIXL_ERR_NOT_ALLOWED = -6
+    NIXL_ERR_REPOST_ACTIVE = -7
+    NIXL_ERR_UNKNOWN = -8
+    NIXL_ERR_NOT_SUPPORTED = -9
+
+
+class nixl_thread_sync_t(enum.Enum):
+    NIXL_THREAD_SYNC_NONE = 0
+    NIXL_THREAD_SYNC_STRICT = 1
+    NIXL_THREAD_SYNC_RW = 2
+    NIXL_THREAD_SYNC_DEFAULT = NIXL_THREAD_SYNC_NONE
 
 
 MEMORY_TYPES: Final = {

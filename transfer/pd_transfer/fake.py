@@ -137,6 +137,7 @@ class FakeNetwork:
 
 class FakeBackend(Backend):
     kind = "UCX"  # code that names the backend must run on the fake one too
+    wire_name = "fake"
 
     def __init__(self, state: State, network: FakeNetwork, secret: bytes | None) -> None:
         self.state = state

@@ -10,22 +10,24 @@ from pd_transfer.errors import nixlMismatchError
 from pd_transfer.regions import Region
 
 _MAGIC: Final = b"pd_transfer\x00"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot of an agent: who it is, how to reach it, what it has registered.
 
-    `connection` belongs to the backend. `generation` is new for every agent object, so that a
-    restarted process is never taken for the one before it.
+    `connection` belongs to the backend; None in partial metadata that is only about memory.
+    `partial` metadata adds to what is known, other metadata takes its place. `generation` is new
+    for every agent object, so that a restarted process is never taken for the one before it.
     """
 
     version: int
     name: str
     generation: bytes
     backend: str
-    connection: bytes
+    connection: bytes | None
     regions: list[Region]
+    partial: bool = False
 
 
 def encode(metadata: Metadata) -> bytes:

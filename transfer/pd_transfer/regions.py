@@ -104,6 +104,29 @@ class RegionTable:
                 region = Region(next(self._ids), int(kind), address, length, device)
                 self._regions[region.id] = region
 
+    def find(self, kind: nixl_mem_t, rows: Rows) -> list[int]:
+        """The ids of the registrations that are exactly these rows.
+
+        Raises:
+            nixlNotFoundError: there is none for a row.
+        """
+        with self._lock:
+            return self._exactly(kind, rows)
+
+    def _exactly(self, kind: nixl_mem_t, rows: Rows) -> list[int]:
+        by_place: dict[tuple[int, int, int], list[int]] = {}
+        for region in self._regions.values():
+            if region.kind == kind:
+                place = (region.address, region.length, region.device)
+                by_place.setdefault(place, []).append(region.id)
+        found = []
+        for address, length, device in rows.tolist():
+            candidates = by_place.get((address, length, device))
+            if not candidates:
+                raise nixlNotFoundError(f"{length} bytes at {address:#x} are not registered")
+            found.append(candidates.pop())
+        return found
+
     def remove(self, kind: nixl_mem_t, rows: Rows) -> None:
         """All of the rows or none.
 
@@ -112,17 +135,7 @@ class RegionTable:
             nixlNotAllowedError: a transfer is using one; upstream leaves this undefined.
         """
         with self._lock:
-            by_place: dict[tuple[int, int, int], list[int]] = {}
-            for region in self._regions.values():
-                if region.kind == kind:
-                    place = (region.address, region.length, region.device)
-                    by_place.setdefault(place, []).append(region.id)
-            leaving = []
-            for address, length, device in rows.tolist():
-                candidates = by_place.get((address, length, device))
-                if not candidates:
-                    raise nixlNotFoundError(f"{length} bytes at {address:#x} are not registered")
-                leaving.append(candidates.pop())
+            leaving = self._exactly(kind, rows)
             busy = sum(self._uses.get(id, 0) for id in leaving)
             if busy:
                 raise nixlNotAllowedError(f"{busy} transfers still use this memory")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from pd_transfer.enums import nixl_xfer_op_t
+from pd_transfer.descriptors import Rows
+from pd_transfer.enums import nixl_mem_t, nixl_xfer_op_t
 from pd_transfer.errors import nixlCancelledError
 from pd_transfer.metadata import Metadata
 from pd_transfer.regions import RegionTable
 from pd_transfer.runs import Runs
+from pd_transfer.telemetry import CostModel
 
 logger: Final = logging.getLogger("pd_transfer")
+
+_PAUSE: Final = 50e-6
+_LONG_PAUSE: Final = 1e-3
 
 PeerState = Literal["alive", "dead"]
 
@@ -77,6 +83,12 @@ class Transfer:
     handle: int
     ended: bool = False
     error: Exception | None = None
+    # Of a thread that waits for the end; made by who first waits.
+    waiter: threading.Event | None = None
+    # Monotonic seconds: `transfer` was called, had returned, the end.
+    posted_at: float = 0.0
+    returned_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class Peer(NamedTuple):
@@ -100,6 +112,8 @@ class State:
         self.callback: Callable[[Event], None] | None = None
         self._notifications: dict[str, list[bytes]] = {}
         self._counts = asdict(Statistics())
+        self._paused = 0.0
+        self.costs: dict[str, CostModel] = {}
 
     # What the backend reports.
 
@@ -115,14 +129,20 @@ class State:
         if error is None:
             done = "read" if transfer.operation == nixl_xfer_op_t.NIXL_READ else "written"
             changes = _data(done, transfer.runs, transfer.descriptors)
+            with self.lock:
+                cost = self.costs.setdefault(transfer.peer, CostModel())
+                cost.learn(transfer.runs.nbytes, time.monotonic() - transfer.posted_at)
             changes |= {"transfers_done": 1, "notifications_sent": int(bool(transfer.notification))}
         elif isinstance(error, nixlCancelledError):
             changes = {"transfers_aborted": 1}
         else:
             changes = {"transfers_failed": 1}
         self.count(transfers_active=-1, **changes)
+        transfer.ended_at = time.monotonic()
         transfer.error = error
         transfer.ended = True
+        if transfer.waiter is not None:
+            transfer.waiter.set()
         self._emit(Event("transfer", transfer.peer, transfer.handle))
 
     def served(self, operation: nixl_xfer_op_t, runs: Runs, descriptors: int) -> None:
@@ -149,6 +169,23 @@ class State:
         with self.lock:
             for name, change in changes.items():
                 self._counts[name] += change
+
+    def pause(self, transfer: Transfer) -> None:
+        """Wait a moment for its end, unless somebody has just done so.
+
+        A caller that asks in a loop would keep the GIL from the agent's thread, for which it is
+        waiting, for 5 ms at a time. One that asks about many transfers is not held up for each.
+        """
+        now = time.monotonic()
+        # What has taken long may take longer: then waking up often costs more than it gains.
+        pause = min(max(_PAUSE, (now - transfer.posted_at) / 8), _LONG_PAUSE)
+        if now - self._paused < pause:
+            return
+        if transfer.waiter is None:
+            transfer.waiter = threading.Event()
+        if not transfer.ended:
+            transfer.waiter.wait(pause)
+        self._paused = time.monotonic()
 
     def statistics(self) -> Statistics:
         with self.lock:
@@ -177,6 +214,24 @@ class Backend(ABC):
     """How bytes move. One per agent; every method may be called from any thread."""
 
     kind: str
+    """By NIXL's name, for callers."""
+    wire_name: str
+    """What both sides of a transfer must have in common."""
+    host: str = "127.0.0.1"
+    """Where this agent may be spoken to."""
+
+    def register(self, kind: nixl_mem_t, rows: Rows) -> None:  # noqa: B027
+        """Memory is being registered; all backends of ours need to know is in `State.regions`."""
+
+    def deregister(self, kind: nixl_mem_t, rows: Rows) -> None:  # noqa: B027
+        """Memory has been taken back."""
+
+    def same_place(self, one: bytes | None, other: bytes | None) -> bool:
+        """Whether two `Metadata.connection` reach the same agent."""
+        return one is None or other is None or one == other
+
+    def refresh(self, peer: Metadata) -> None:  # noqa: B027
+        """A known peer's newer metadata was loaded."""
 
     @abstractmethod
     def connection(self) -> bytes:

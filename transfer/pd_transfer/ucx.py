@@ -76,9 +76,11 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 
 class UcxBackend(Backend):
     kind = "UCX"
+    wire_name = "UCX"
 
     def __init__(self, state: State, options: UcxOptions, secret: bytes | None) -> None:
         self.state = state
+        self.host = options.host
         self.transport = _TRANSPORTS[options.transport]
         self.loop = Loop(f"pd_transfer {state.name}")
         self.probe = Probe()
@@ -107,6 +109,7 @@ class UcxBackend(Backend):
         return msgspec.msgpack.encode(_Address(host, self._port, self._key))
 
     def connect(self, peer: Metadata) -> None:
+        assert peer.connection is not None
         try:
             address = msgspec.msgpack.decode(peer.connection, type=_Address)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
