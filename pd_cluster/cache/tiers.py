@@ -18,15 +18,22 @@ al., 2025, "Strata"; SGLang) is what the policies and their names are from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
 import numpy as np
 
 from pd_cluster.cache.eviction import EvictionPolicy
 from pd_cluster.cache.node import Node, Tokens
 from pd_cluster.cache.page_pool import OutOfPages, PagePool, Pages
 from pd_cluster.cache.prefix_cache import Match, PrefixCache, Published
+from pd_cluster.cache.tier_books import (
+    Backup,
+    Fetch,
+    Load,
+    Promotion,
+    Segment,
+    TierStatistics,
+    publish_segments,
+    segments_of,
+)
 from pd_cluster.cache.tier_ops import (
     CopyIn,
     CopyOut,
@@ -40,78 +47,6 @@ from pd_cluster.cache.tier_ops import (
     WritePolicy,
 )
 from pd_cluster.cache.tier_policy import Rate, prefetch_deadline, worth_loading
-
-_NO_PAGES: Pages = np.empty(0, np.int32)
-
-
-class Segment(NamedTuple):
-    """What a node on a path knows of its use: it reaches to `end` tokens from the start."""
-
-    end: int
-    hits: int
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """Totals since the start, in tokens."""
-
-    host_loaded: int
-    storage_loaded: int
-    backed_up: int
-    stored: int
-    backups_skipped: int
-    errors: int
-
-
-@dataclass(slots=True, eq=False)
-class Promotion:
-    """What one request has coming up from the tiers."""
-
-    tokens: Tokens
-    namespace: str | None
-    deadline: float
-    state: Literal["searching", "loading", "ready"] = "searching"
-    op: int | None = None
-    node: Node | None = None  # holds a lock on the device, once loading
-    fetched_from: int | None = None  # tokens from here on came from storage
-    host_tokens: int = 0
-    storage_tokens: int = 0
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Backup:
-    tokens: Tokens
-    namespace: str | None
-    first: int  # pages that the host has already
-    device: Pages
-    host: Pages
-    host_node: Node
-    segments: list[Segment] | None  # None: as the device's tree says at the end
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    promotion: Promotion
-    tokens: Tokens
-    above: Pages
-    device: Pages
-    device_node: Node
-    host_node: Node
-    segments: list[Segment]
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    promotion: Promotion
-    tokens: Tokens
-    namespace: str | None
-    start: int
-    above: Pages
-    host: Pages
-    host_node: Node
-    taken: int = 0  # pages of `host` that the tree has
 
 
 class TieredCache(PrefixCache):
@@ -147,10 +82,10 @@ class TieredCache(PrefixCache):
         self.compute_rate = Rate()
         self._ops: list[TierOp] = []
         self._next_op = 0
-        self._backups: dict[int, _Backup] = {}
-        self._loads: dict[int, _Load] = {}
+        self._backups: dict[int, Backup] = {}
+        self._loads: dict[int, Load] = {}
         self._probes: dict[int, Promotion] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._stores: dict[int, tuple[Pages, int]] = {}
         self.copying_out = 0  # device pages that cannot be evicted meanwhile
         self._totals = dict.fromkeys(TierStatistics.__dataclass_fields__, 0)
@@ -207,7 +142,7 @@ class TieredCache(PrefixCache):
             namespace = self.tree.namespace_of(path[0])
             tokens = np.concatenate([node.tokens for node in path])
             pages = np.concatenate([node.pages for node in path])
-            self._back_up(tokens, pages, namespace, now, _segments(path))
+            self._back_up(tokens, pages, namespace, now, segments_of(path))
 
     # --- promotion ---
 
@@ -336,7 +271,7 @@ class TieredCache(PrefixCache):
             self.pool.begin_flight(device)
             self.copying_out += room
         op = self._op()
-        self._backups[op] = _Backup(
+        self._backups[op] = Backup(
             tokens[: end * size].copy(), namespace, first, device, host, match.node, evicted
         )
         self._ops.append(CopyOut(op, device, host, now=evicted is not None))
@@ -351,13 +286,13 @@ class TieredCache(PrefixCache):
                     longest = end
         return longest
 
-    def _backed_up(self, backup: _Backup, event: TierEvent, now: float) -> None:
+    def _backed_up(self, backup: Backup, event: TierEvent, now: float) -> None:
         segments = backup.segments
         if segments is None:
             self.pool.end_flight(backup.device)
             self.copying_out -= backup.device.size
             path, length = self.tree.walk(backup.tokens, backup.namespace)
-            segments = _segments(path) if length == backup.tokens.size else []
+            segments = segments_of(path) if length == backup.tokens.size else []
         above = self.host.match(
             backup.tokens[: backup.first * self.page_size],
             backup.namespace,
@@ -369,7 +304,7 @@ class TieredCache(PrefixCache):
             self.host.release(backup.host)
         else:
             table = np.concatenate([above.pages, backup.host])
-            _publish(self.host, backup.tokens, table, backup.namespace, segments, now)
+            publish_segments(self.host, backup.tokens, table, backup.namespace, segments, now)
             self._totals["backed_up"] += backup.host.size * self.page_size
             self._store(backup.tokens, backup.namespace, backup.first * self.page_size, now)
         self.host.unlock(backup.host_node)
@@ -414,12 +349,12 @@ class TieredCache(PrefixCache):
         op = promotion.op = self._op()
         promotion.fetched_from = match.length
         above = match.pages[: start // size]
-        self._fetches[op] = _Fetch(
+        self._fetches[op] = Fetch(
             promotion, tokens[:end], namespace, start, above, host, match.node
         )
         self._ops.append(FetchBlocks(op, tokens[:end], namespace, start, host.copy()))
 
-    def _fetched(self, fetch: _Fetch, event: TierEvent, now: float) -> None:
+    def _fetched(self, fetch: Fetch, event: TierEvent, now: float) -> None:
         """Some more blocks are in host memory, or that was all."""
         size, promotion = self.page_size, fetch.promotion
         pages = event.tokens // size
@@ -471,14 +406,14 @@ class TieredCache(PrefixCache):
         self.pool.begin_flight(device)
         path, _ = self.host.tree.walk(tokens[: below.length], namespace)
         op = self._op()
-        self._loads[op] = _Load(
+        self._loads[op] = Load(
             promotion,
             tokens[: below.length],
             above.pages,
             device,
             above.node,
             below.node,
-            _segments(path),
+            segments_of(path),
         )
         promotion.state = "loading"
         self._ops.append(CopyIn(op, below.pages[above.pages.size :], device))
@@ -494,7 +429,7 @@ class TieredCache(PrefixCache):
             for load in self._loads.values()
         )
 
-    def _loaded(self, load: _Load, event: TierEvent, now: float) -> None:
+    def _loaded(self, load: Load, event: TierEvent, now: float) -> None:
         size, promotion = self.page_size, load.promotion
         self.pool.end_flight(load.device)
         node = load.device_node
@@ -502,7 +437,9 @@ class TieredCache(PrefixCache):
             self.release(load.device)
         else:
             table = np.concatenate([load.above, load.device])
-            kept = _publish(self, load.tokens, table, promotion.namespace, load.segments, now)
+            kept = publish_segments(
+                self, load.tokens, table, promotion.namespace, load.segments, now
+            )
             self.move_lock(node, kept.node)
             node = kept.node
             gain = load.device.size * size
@@ -527,29 +464,3 @@ class TieredCache(PrefixCache):
     def _block_start(self, tokens: int) -> int:
         """Where the last block begins that is not whole before `tokens` tokens."""
         return tokens - tokens % (self.storage_block or self.page_size)
-
-
-def _segments(path: list[Node]) -> list[Segment]:
-    segments, end = [], 0
-    for node in path:
-        end += node.tokens.size
-        segments.append(Segment(end, node.hit_count, node.priority))
-    return segments
-
-
-def _publish(
-    cache: PrefixCache,
-    tokens: Tokens,
-    table: Pages,
-    namespace: str | None,
-    segments: list[Segment],
-    now: float,
-) -> Published:
-    """Publishes all of `tokens`, with the hits and priority that each part had elsewhere."""
-    for end, hits, priority in segments:
-        if end >= tokens.size:
-            break
-        kept = cache.publish(tokens[:end], table, namespace, now=now, priority=priority, hits=hits)
-        table = kept.pages
-    last = next((each for each in segments if each.end >= tokens.size), Segment(0, 0, 0))
-    return cache.publish(tokens, table, namespace, now=now, priority=last.priority, hits=last.hits)

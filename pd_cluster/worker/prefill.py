@@ -17,7 +17,8 @@ from typing import Literal
 
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.cache.tiers import Promotion, TieredCache
+from pd_cluster.cache.tier_books import Promotion
+from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (

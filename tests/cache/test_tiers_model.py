@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from pd_cluster.cache.node import Node, Tokens
 from pd_cluster.cache.page_pool import OutOfPages, Pages
-from pd_cluster.cache.tiers import Promotion
+from pd_cluster.cache.tier_books import Promotion
 from tests.cache.tiered import Tiers
 
 POLICIES = ["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"]

@@ -11,6 +11,7 @@ from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.node import Node, Tokens
 from pd_cluster.cache.page_pool import PagePool, Pages
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.cache.tier_books import Promotion
 from pd_cluster.cache.tier_ops import (
     CopyIn,
     CopyOut,
@@ -21,7 +22,7 @@ from pd_cluster.cache.tier_ops import (
     TierEvent,
     TierOp,
 )
-from pd_cluster.cache.tiers import Promotion, TieredCache
+from pd_cluster.cache.tiers import TieredCache
 
 Prefix: TypeAlias = tuple[str | None, tuple[int, ...]]
 
