@@ -12,7 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Protocol, Self, assert_never
 
+import numpy as np
+from msgspec import structs
+
 from pd_cluster.config import Config
+from pd_cluster.coordinator.index import BLOCK_TOKENS
+from pd_cluster.coordinator.prefix_hash import block_hashes, pack_hashes
 from pd_cluster.errors import InvalidTransition, RequestError, Unavailable
 from pd_cluster.gateway.backend import Generated, GenerateRequest
 from pd_cluster.gateway.instructions import (
@@ -166,6 +171,7 @@ class RunningRequest:
             sequence=request.sequence,
             time_limit=f"{name} ({limit:g} s)",
         )
+        self._namespace = request.namespace
         self._results: asyncio.Queue[Generated | Finish] = asyncio.Queue()
         self._over = False
         self._placing: asyncio.Task[None] | None = None
@@ -243,7 +249,8 @@ class RunningRequest:
         match instruction:
             case Place(request, delay_s):
                 self._asked_at = driver.clock()
-                self._placing = asyncio.create_task(self._place(request, delay_s))
+                asked = structs.replace(request, blocks=self._blocks())
+                self._placing = asyncio.create_task(self._place(asked, delay_s))
             case Submit(worker, message):
                 driver.metrics.stage("queue", driver.clock() - self._asked_at)
                 try:
@@ -270,6 +277,12 @@ class RunningRequest:
                     self._set_timer(driver.config.timeouts.drain_s, DrainExpired())
             case _:
                 assert_never(instruction)
+
+    def _blocks(self) -> bytes:
+        """What placement is told of the tokens."""
+        block = max(BLOCK_TOKENS, self._driver.config.page_size)
+        tokens = np.array((*self.state.prompt, *self.state.tokens), np.int32)
+        return pack_hashes(block_hashes(tokens, block, self._namespace))
 
     async def _place(self, request: PlaceRequest, delay_s: float) -> None:
         try:

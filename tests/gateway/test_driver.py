@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from pd_cluster.config import validate_config
+from pd_cluster.coordinator.prefix_hash import block_hashes, unpack_hashes
 from pd_cluster.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
@@ -273,3 +276,18 @@ async def test_many_at_once_leave_nothing(cluster, ask):
     assert cluster.idle
     placed = {each.attempt for each in cluster.placed}
     assert {each.attempt for each in cluster.ended} >= placed
+
+
+@pytest.mark.parametrize("page_size", [1, 128])
+async def test_placement_is_told_of_all_tokens_in_whole_blocks(cluster, ask, page_size):
+    """Of the request's namespace, and with what an earlier attempt has given."""
+    cluster.driver.config = validate_config({"page_size": page_size, "max_total_tokens": 4096})
+    cluster.troubles[3] = Output(attempt=AttemptId("", 0), outcome="failed", message="it died")
+    request = dataclasses.replace(ask(), prompt=tuple(range(125)), namespace="mine")
+    await collect(cluster, request)
+    first, second = (unpack_hashes(each.blocks) for each in cluster.placed)
+    block = max(64, page_size)
+    hashes = block_hashes(np.array([*range(125), 1, 2, 3], np.int32), block, "mine").tolist()
+    assert len(hashes) == 128 // block
+    assert first == hashes[:-1]
+    assert second == hashes

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,6 +54,7 @@ from pd_cluster.types import (
     Rejection,
     SamplingParams,
     Sources,
+    TokenLogprobs,
     WorkerId,
     unpack_ints,
 )
@@ -66,7 +68,7 @@ SOURCES = Sources(computed=3, prefill_hit=1)
 MAX_ATTEMPTS = 3
 
 
-def make(max_tokens: int = 10, deadline: float = 100.0) -> RequestState:
+def make(max_tokens: int = 10, deadline: float = 100.0, **options: Any) -> RequestState:
     return RequestState(
         "r",
         PROMPT,
@@ -77,6 +79,7 @@ def make(max_tokens: int = 10, deadline: float = 100.0) -> RequestState:
         max_attempts=MAX_ATTEMPTS,
         end_token_ids=(END,),
         namespace="tenant",
+        **options,
     )
 
 
@@ -486,3 +489,18 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(
     max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
 )
+
+
+def test_a_sequences_number_and_its_logprobs():
+    state = make(sequence=3)
+    (submit,) = run(state, Started(), placed(1))
+    assert submit.message.sequence == 3
+    entries = (TokenLogprobs(20, -0.5, ((20, -0.5),)),)
+    (emit,) = run(state, output(1, 20, sources=SOURCES, logprobs=entries))
+    assert emit == Emit((20,), entries)
+
+
+def test_the_deadline_error_names_what_set_it():
+    state = make(time_limit="timeout (3 s)")
+    finish = finish_of(run(state, Started(), DeadlinePassed()))
+    assert "timeout (3 s)" in finish.error.message
