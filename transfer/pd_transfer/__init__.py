@@ -93,7 +93,7 @@ __all__ = [
 
 
 def agent(
-    backend: Literal["ucx", "fake"] = "ucx",
+    backend: Literal["ucx", "nixl", "fake"] = "ucx",
     *,
     name: str,
     config: nixl_agent_config | None = None,
@@ -104,14 +104,17 @@ def agent(
     """Make an agent.
 
     Args:
-        backend: "ucx" moves data between processes, "fake" within this one, for tests.
+        backend: "ucx" moves data between processes, "nixl" does so by the upstream wheel (see
+            `pd_transfer.upstream` for what that cannot do), "fake" within this one, for tests.
         name: unique among the agents that meet.
         secret: what all agents of a cluster share; see `nixl_agent`.
         options: addresses and transports of "ucx", `pd_transfer.ucx.UcxOptions`.
         network: where agents of "fake" meet; needed there.
 
     Raises:
-        ValueError: an argument that is empty, missing, or of the other backend.
+        ValueError: an argument that is empty, missing, or of another backend.
+        ModuleNotFoundError: "nixl" without the wheel, the extra `nixl`.
+        RuntimeError: "nixl" in a process that has loaded UCXX, which brings another UCX.
     """
     if backend == "fake":
         if network is None or options is not None:
@@ -121,10 +124,16 @@ def agent(
             return FakeBackend(state, network, secret)
 
         return nixl_agent(name, config, secret=secret, open_backend=open_fake)
-    if backend != "ucx":
-        raise ValueError(f'backend is "ucx" or "fake", not {backend!r}')
     if network is not None:
-        raise ValueError('backend "ucx" takes no network')
+        raise ValueError(f'backend "{backend}" takes no network')
+    if backend == "nixl":
+        if options is not None:
+            raise ValueError('backend "nixl" takes no options')
+        from pd_transfer.upstream import NixlBackend
+
+        return nixl_agent(name, config, secret=secret, open_backend=NixlBackend)
+    if backend != "ucx":
+        raise ValueError(f'backend is "ucx", "nixl" or "fake", not {backend!r}')
     # Imported late: the fake backend must work where UCX is not installed.
     from pd_transfer.ucx import UcxBackend, UcxOptions
 

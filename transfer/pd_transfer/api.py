@@ -410,13 +410,13 @@ class nixl_agent(MetadataCalls, NotificationCalls, BackendCalls):
             descCount=len(post.runs.lengths),
         )
 
-    def estimate_xfer_cost(self, handle: nixl_xfer_handle) -> tuple[int, int, CostMethod]:
+    def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, CostMethod]:
         """(microseconds, error margin, "ANALYTICAL_BACKEND"), from earlier transfers of the peer.
 
         (0, 0, "UNKNOWN") before the first, as upstream's UCX always says.
         """
-        handle._check(self)
-        template = self._prepared[int(handle)].template
+        req_handle._check(self)
+        template = self._prepared[int(req_handle)].template
         with self._state.lock:
             cost = self._state.costs.get(template.peer)
             return (0, 0, "UNKNOWN") if cost is None else cost.estimate(template.runs.nbytes)
