@@ -96,8 +96,9 @@ class Server:
             "max_tokens": 32,
             "temperature": 0,
         }
+        key = " -H 'Authorization: Bearer YOUR-KEY'" if self.config.api_keys else ""
         return (
-            f"curl -s {self.url}/v1/chat/completions -H 'Content-Type: application/json'"
+            f"curl -s {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
             f" -d '{json.dumps(body)}'"
         )
 

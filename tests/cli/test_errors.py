@@ -82,7 +82,7 @@ def test_later_sources_win(run: Run, tmp_path: Path) -> None:
     assert "got 7" in run(*arguments).error
 
 
-@pytest.mark.parametrize("option", ["--page-sise", "--tp-size", "--enable-hierarchical-cache"])
+@pytest.mark.parametrize("option", ["--page-sise", "--tp-size", "--retraction-policy"])
 def test_unknown_option(run: Run, option: str) -> None:
     outcome = run("serve", option, "16")
     assert outcome.code == 2
