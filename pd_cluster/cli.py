@@ -256,7 +256,7 @@ def _serve(config: Config, address: str | None) -> None:
         stop.set()
 
     with console.status("starting") as status:
-        server = Server.start(config, address, progress=status.update, should_stop=stop)
+        server = Server.start(config, address, progress=status.update)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)

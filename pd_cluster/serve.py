@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +36,6 @@ class Server:
         address: str | None = None,
         *,
         progress: Callable[[str], None] = lambda _: None,
-        should_stop: threading.Event | None = None,
         temp_dir: str | None = None,
     ) -> Server:
         """Raises ConfigError, ModelError or StartError, each in one line, and leaves nothing
