@@ -24,7 +24,7 @@ def test_the_contract_holds_on_the_wheel() -> None:
     """In a process of its own: the wheel brings another UCX than UCXX."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
-         "tests/transfer/test_contract.py"],
+         "--confcutdir", "tests/transfer", "tests/transfer/test_contract.py"],
         cwd=ROOT,
         env={**os.environ, "PD_TRANSFER_CONTRACT": "nixl"},
         capture_output=True,
@@ -50,9 +50,9 @@ for name, method in inspect.getmembers(_api.nixl_agent, inspect.isfunction):
     theirs = list(inspect.signature(method).parameters)
     mine = list(inspect.signature(getattr(ours.nixl_agent, name)).parameters)
     assert mine[: len(theirs)] == theirs, (name, theirs, mine)
-for theirs, mine in [(_api.nixl_agent, ours.nixl_agent), (_api.nixl_agent_config, ours.nixl_agent_config)]:
-    names = list(inspect.signature(theirs).parameters)
-    assert list(inspect.signature(mine).parameters)[: len(names)] == names
+for kind in ("nixl_agent", "nixl_agent_config"):
+    names = list(inspect.signature(getattr(_api, kind)).parameters)
+    assert list(inspect.signature(getattr(ours, kind)).parameters)[: len(names)] == names
 for name in dir(b):
     if name.endswith("Error") or name.endswith("List") or name.endswith("_SEG"):
         assert hasattr(ours, name), name

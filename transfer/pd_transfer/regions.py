@@ -143,6 +143,11 @@ class RegionTable:
                 del self._regions[id]
                 self._uses.pop(id, None)
 
+    def busy(self) -> int:
+        """How many times a region is in use."""
+        with self._lock:
+            return sum(self._uses.values())
+
     def locate(self, kind: nixl_mem_t, rows: Rows) -> RegionIds:
         return locate(self.snapshot(), kind, rows)
 
