@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,9 @@ class Node:
 class RemoteNode:
     """A `Node` in another process: the same methods, called through its pipes."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, prefix: Sequence[str] = (), **settings: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(Path(__file__))],
+            [*prefix, sys.executable, "-W", "error", str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
