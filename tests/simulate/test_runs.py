@@ -98,7 +98,8 @@ def test_a_simulation_is_the_same_every_time() -> None:
 def test_the_other_routes_save_computing_and_moving() -> None:
     """Turns contain answers that only decode holds."""
     trace = conversations(15, seed=5, rate=2.0, pause_s=2.0)
-    experiment = Experiment(trace, SHAPE, TIMES)
+    # Memory enough that what decode holds is still there when the next turn comes.
+    experiment = Experiment(trace, replace(SHAPE, num_pages=8000), TIMES)
     with_routes = experiment.run("cost")
     without = replace(experiment, limits=RouteLimits()).run("cost")
     assert with_routes["route.local"] > 0
