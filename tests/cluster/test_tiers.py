@@ -13,8 +13,8 @@ from tests.cluster.live import Live, live
 
 pytestmark = pytest.mark.cluster
 
-POOL = 1536
-LENGTH = 384
+POOL = 768
+LENGTH = 192
 
 
 def working_set() -> list[list[int]]:
@@ -30,6 +30,7 @@ def tier_counters(cluster: Live, name: str) -> int:
     return sum(ray.get(worker.counters.remote())[name] for worker in workers)
 
 
+@pytest.mark.timeout(900)  # two starts
 def test_what_the_pools_cannot_hold_comes_from_host_and_then_from_disk(
     tmp_path: Path, judge: Judge
 ) -> None:
