@@ -13,3 +13,10 @@ from pd_cluster.model.store import resolve_model
 def smollm2() -> Path:
     """The default model's folder in the user's cache; fetched where it is not there yet."""
     return resolve_model("smollm2", progress=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A real cluster on a busy machine takes its time; nothing waits for ever all the same."""
+    for item in items:
+        if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
