@@ -23,7 +23,7 @@ from tests.transfer.conftest import SECRET
 from tests.transfer.node import Node, RemoteNode, eventually
 
 MIB = 1 << 20
-SIZE = 4 * MIB
+SIZE = 8 * MIB
 
 
 def descriptors() -> int:
@@ -221,8 +221,8 @@ def test_peers_stopped_amid_transfers(later: Callable[[Any], Any], count: int) -
             peer.resume()
         for handle in handles:
             try:
+                # Also an aborted one, if the abort came too late.
                 eventually(lambda h=handle: agent.check_xfer_state(h) == "DONE")
-                assert not turn % 2
             except nixl.nixlCancelledError:
                 assert turn % 2
     assert agent.statistics().transfers_active == 0

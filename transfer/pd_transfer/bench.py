@@ -53,7 +53,8 @@ def run(
         repeats: of each figure.
         round_trips: single pages written, with a notification.
         nixl_python: an interpreter that has `nixl_cu12`; this one if it has, else NIXL is left out.
-        options: of `pd_transfer.ucx.UcxOptions`, for both sides.
+        options: of `pd_transfer.ucx.UcxOptions`, for both sides. Besides, ``hosts``, the addresses
+            of both; then a plain TCP socket takes part too, ``tcp_gbps``.
         environment: for all processes, e.g. ``{"UCX_TLS": "tcp,self"}``.
         prefixes: commands that start the initiator and the target elsewhere, e.g. in a network
             namespace.
@@ -87,6 +88,9 @@ def run(
             nixl = pair("nixl", nixl_python)
             pairs["nixl"] = nixl
             contenders |= {"nixl": nixl.move, "again": nixl.move}
+        if "hosts" in (options or {}):
+            pairs["tcp"] = pair("tcp", sys.executable)
+            contenders["tcp"] = pairs["tcp"].move
         memcpy = _Memcpy(total)
         contenders["memcpy"] = memcpy.move
         for size in sizes:

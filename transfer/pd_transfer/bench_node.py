@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import sys
 import threading
 import time
@@ -127,6 +128,46 @@ class Node:
             assert state == "PROC"
 
 
+class TcpNode:
+    """The yardstick between hosts: the same bytes through one plain socket, acknowledged."""
+
+    def __init__(self, library: str, role: str, total: int, options: dict[str, Any]) -> None:
+        self.memory = np.full(total, 1, np.uint8)
+        self._host = options["host"]
+
+    def hello(self) -> dict[str, Any]:
+        self._listener = socket.create_server((self._host, 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+        return {"metadata": self._host, "address": self._listener.getsockname()[1]}
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        memory = memoryview(self.memory)
+        while length := sock.recv(8, socket.MSG_WAITALL):
+            count, done = int.from_bytes(length, "little"), 0
+            while done < count:
+                done += sock.recv_into(memory[done:count])
+            sock.sendall(b"!")
+
+    def meet(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def move(self, operation: str, size: int, order: str, repeats: int, seed: int) -> list[float]:
+        seconds = []
+        count = len(self.memory) // size * size
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self._socket.sendall(count.to_bytes(8, "little"))
+            self._socket.sendall(memoryview(self.memory)[:count])
+            self._socket.recv(1)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def cpu(self) -> float:
+        return time.process_time()
+
+
 def orders(order: str, count: int, seed: int) -> tuple[Any, Any]:
     """Indices on either side: in sequence, or in unrelated random orders."""
     if order == "contiguous":
@@ -162,7 +203,7 @@ def main() -> None:
         name, arguments = json.loads(line)
         answer = None
         if name == "open":
-            node = Node(*arguments)
+            node = (TcpNode if arguments[0] == "tcp" else Node)(*arguments)
         elif name == "burn":
             burning = arguments[0]
         else:

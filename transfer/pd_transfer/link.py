@@ -54,6 +54,8 @@ class Link(ABC):
         self.generation = b""
         self.closed = False
         self.open = False
+        # Has been open. Unlike `open` it stays true while the link is being closed.
+        self.proven = False
         self._transcript = Transcript(secret)
         self._expecting: Callable[[Message, bytes], None] = self._unexpected
         self._connection: Connection | None = None
@@ -142,7 +144,7 @@ class Link(ABC):
         self.owner.loop.watch(self._pidfd, lambda: self._disconnected("process ended"))
 
     def _ready(self) -> None:
-        self.open = True
+        self.open = self.proven = True
         self._expecting = self._serve
         self.owner.opened(self)
 

@@ -153,9 +153,10 @@ class UcxBackend(Backend):
         return self._lost.get(peer)
 
     def peer_is_quiet(self, peer: str) -> bool:
-        # An accepted link counts from when its dialer has proved itself; nothing lands before.
+        # An accepted link counts from when its dialer has proved itself; nothing lands before. Each
+        # counts until it has been closed wholly and has given back all that it held.
         return not any(
-            link.peer == peer and (link.open or isinstance(link, DialedLink))
+            link.peer == peer and (link.proven or isinstance(link, DialedLink))
             for link in list(self._links)
         )
 
