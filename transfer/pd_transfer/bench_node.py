@@ -142,7 +142,7 @@ class TcpNode:
 
     def _serve(self) -> None:
         sock, _ = self._listener.accept()
-        memory = memoryview(self.memory)
+        memory = self.memory.data
         while length := sock.recv(8, socket.MSG_WAITALL):
             count, done = int.from_bytes(length, "little"), 0
             while done < count:
@@ -159,7 +159,7 @@ class TcpNode:
         for _ in range(repeats):
             start = time.perf_counter()
             self._socket.sendall(count.to_bytes(8, "little"))
-            self._socket.sendall(memoryview(self.memory)[:count])
+            self._socket.sendall(self.memory.data[:count])
             self._socket.recv(1)
             seconds.append(time.perf_counter() - start)
         return seconds
