@@ -264,7 +264,7 @@ BROUGHT_BY = {
     "tokenizers": "transformers",
 }
 # Imported only where their feature is asked for: an extra may bring what they need.
-OPTIONAL = ("pd_cluster.cache.storage_*",)
+OPTIONAL = ("pd_cluster.cache.storage_*", "pd_transfer.upstream", "pd_transfer.bench_node")
 
 
 def declared(*, extras: bool) -> set[str]:
@@ -325,12 +325,20 @@ def test_public_names_of_the_kernels() -> None:
 
 def test_public_names_of_the_transfer_library() -> None:
     assert sorted(pd_transfer.__all__) == [
+        "BLK_SEG",
         "DEFAULT_COMM_PORT",
+        "DRAM_SEG",
         "Event",
+        "FILE_SEG",
         "FakeNetwork",
+        "HAVE_UCX_GPU_DEVICE_API",
         "NIXL_INIT_AGENT",
+        "NIXL_READ",
+        "NIXL_WRITE",
+        "OBJ_SEG",
         "PeerState",
         "Statistics",
+        "VRAM_SEG",
         "agent",
         "nixlBackendError",
         "nixlCancelledError",
@@ -342,14 +350,18 @@ def test_public_names_of_the_transfer_library() -> None:
         "nixlNotPostedError",
         "nixlNotSupportedError",
         "nixlRegDList",
+        "nixlRemoteDList",
         "nixlRemoteDisconnectError",
         "nixlRepostActiveError",
         "nixlUnknownError",
         "nixlXferDList",
+        "nixlXferTelemetry",
         "nixl_agent",
         "nixl_agent_config",
+        "nixl_backend_handle",
         "nixl_mem_t",
         "nixl_prepped_dlist_handle",
+        "nixl_status_t",
         "nixl_thread_sync_t",
         "nixl_xfer_handle",
         "nixl_xfer_op_t",

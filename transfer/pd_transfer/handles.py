@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,17 @@ from pd_transfer.descriptors import Rows
 from pd_transfer.errors import nixlInvalidParamError
 from pd_transfer.regions import RegionIds
 
-if TYPE_CHECKING:
-    from pd_transfer.api import nixl_agent
+
+class Owner(Protocol):
+    """What a handle needs of the agent that made it."""
+
+    def _release(self, handle: nixl_xfer_handle) -> None: ...
 
 
 class _Handle:
     __slots__ = ("__weakref__", "_agent", "_handle", "_released")
 
-    def __init__(self, agent: nixl_agent, handle: int) -> None:
+    def __init__(self, agent: Owner, handle: int) -> None:
         self._agent = weakref.ref(agent)
         self._handle = handle
         self._released = False
@@ -31,7 +34,7 @@ class _Handle:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._handle:#x}, released={self._released})"
 
-    def _check(self, agent: nixl_agent) -> None:
+    def _check(self, agent: Owner) -> None:
         """Upstream, using a released handle is a dangling pointer; here it raises."""
         if self._released:
             raise nixlInvalidParamError(f"{self!r} has been released")
@@ -46,7 +49,7 @@ class nixl_prepped_dlist_handle(_Handle):
 
     def __init__(
         self,
-        agent: nixl_agent,
+        agent: Owner,
         handle: int,
         peer: str | None,
         epoch: int,
