@@ -45,6 +45,8 @@ def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray would run our actors at the lowest priority but four: any other program starves them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options |= {
             "address": "local",
             "include_dashboard": False,

@@ -70,17 +70,12 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
 
 
 def name_transfer(figures: dict[str, float]) -> dict[str, float]:
-    """`pd_transfer.bench`'s figures by published names, with memcpy and the ratio to it beside
-    every direction and size.
-    """
+    """`pd_transfer.bench`'s figures by published names, with the ratio to memcpy beside each."""
     named = {f"transfer.{name}": value for name, value in figures.items()}
     for name, value in figures.items():
         if name.endswith(".ours_gbps"):
             case = name.removesuffix(".ours_gbps")
-            _, order, size = case.split(".")
-            memcpy = figures.get(f"{order}.{size}.memcpy_gbps") or figures[f"{order}.memcpy_gbps"]
-            named[f"transfer.{case}.memcpy_gbps"] = memcpy
-            named[f"transfer.{case}.ratio"] = value / memcpy
+            named[f"transfer.{case}.ratio"] = value / figures[f"{case}.memcpy_gbps"]
     return dict(sorted(named.items(), key=lambda item: _natural(item[0])))
 
 
