@@ -129,6 +129,8 @@ def talk(chat: Chat, console: Console) -> None:
             return
         if text == "/reset":
             chat.messages.clear()
+        elif text.startswith("/"):
+            console.print("unknown command; there are /reset and /exit")
         elif text:
             turn = Turn()
             try:

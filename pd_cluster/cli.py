@@ -240,7 +240,8 @@ def serve(
         )
     console.print(
         f"pd-cluster serves at {started.url} in the background; its log is"
-        f" {registry.log_path(settings.cluster_name)}; `pd-cluster down` ends it",
+        f" {registry.log_path(settings.cluster_name)}; `pd-cluster down --cluster-name"
+        f" {settings.cluster_name}` ends it",
         soft_wrap=True,
     )
 
@@ -264,9 +265,10 @@ def _serve(config: Config, address: str | None) -> None:
         for line in server.describe():
             console.print(line)
         # The last line says that it is ready: scripts wait for it.
-        console.print(f"pd-cluster is ready at {server.url}; try:")
+        urls = ", ".join(server.cluster.urls)
+        console.print(f"pd-cluster is ready at {urls}; try:", soft_wrap=True)
         print(server.example(), flush=True)
-        while not stop.wait(0.5):
+        while not stop.wait(2.0):
             server.check()
     finally:
         registry.withdraw(config.cluster_name)

@@ -25,6 +25,8 @@ from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
 
 logger = logging.getLogger(__name__)
 
+# A gateway answers within this time (seconds), or is asked again later.
+QUESTION_S = 10.0
 # Ray's store holds none of our pages: only its own small things.
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 REACHABLE_S = 5.0
@@ -167,6 +169,15 @@ class Cluster:
                 ready = ", ".join(str(each.worker) for each in snapshot.workers) or "none"
                 raise StartError(f"not all workers registered in time; ready: {ready}")
             time.sleep(0.05)
+
+    def keep_serving(self) -> None:
+        """Has a gateway that Ray has restarted bind its port again; to be called now and then."""
+        for index, url in enumerate(self.urls):
+            name = f"gateway-{index}"
+            try:
+                ray.get(self.actors[name].start.remote(urlsplit(url).port), timeout=QUESTION_S)
+            except (RayError, GetTimeoutError) as error:
+                logger.warning("%s does not answer: %s", name, str(error).splitlines()[0])
 
     def stop(self, *, grace: bool = True) -> None:
         """Lets running streams finish for a while, then ends every actor. Never raises."""

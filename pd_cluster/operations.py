@@ -60,17 +60,25 @@ def server_info(known: KnownCluster) -> dict[str, Any]:
 def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
     """The workers, their requests, their pages by state (in tokens) and their hit rates."""
     title = f"{cluster_name}: {info['model']} at {', '.join(info['urls'])}"
-    table = Table(title=title, box=box.SIMPLE)
-    columns = ("running", "waiting", "free", "evictable", "protected", "private", "in flight")
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    columns = {
+        "run": "running",
+        "wait": "waiting",
+        "free": "free",
+        "evict.": "evictable",
+        "locked": "protected",
+        "priv.": "private",
+        "flight": "in_flight",
+    }
     # A worker's name is never cut short, however narrow the terminal.
     table.add_column("worker", no_wrap=True)
-    for column in (*columns, "hit rate"):
-        table.add_column(column, justify="right")
+    for column in (*columns, "hits"):
+        table.add_column(column, justify="right", no_wrap=True)
     for worker in info["workers"]:
         queries, hits = worker["cache_queries"], worker["cache_hits"]
         table.add_row(
             f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
-            *(str(worker[column.replace(" ", "_")]) for column in columns),
+            *(str(worker[field]) for field in columns.values()),
             f"{hits / queries:.1%}" if queries else "-",
         )
     coordinator = info.get("coordinator")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import ray
 import torch
 
@@ -54,6 +55,7 @@ class Server:
                 f"config key 'context_length': {config.context_length} is more than the model's"
                 f" {model.max_positions} positions"
             )
+        check_memory(config, model)
         progress("preparing the kernels")
         pd_kernels.warm_up()
         progress("starting Ray")
@@ -101,13 +103,26 @@ class Server:
         )
 
     def check(self) -> None:
-        """Raises StartError if the Ray under the cluster is gone."""
+        """Looks after the gateways. Raises StartError if the Ray under the cluster is gone."""
         if not ray.is_initialized():
             raise StartError("Ray has ended under the cluster")
+        self.cluster.keep_serving()
 
     def stop(self) -> None:
         self.cluster.stop()
         ray.shutdown()
+
+
+def check_memory(config: Config, model: ModelConfig) -> None:
+    """Raises ConfigError where the KV pools of one worker alone exceed this machine's memory."""
+    element = 4 if config.dtype == "float32" else 2
+    pool = config.max_total_tokens * model.kv_elements_per_token * element
+    memory = psutil.virtual_memory().total
+    if pool > memory:
+        raise ConfigError(
+            f"config key 'max_total_tokens': {config.max_total_tokens} tokens take"
+            f" {pool / 2**30:.1f} GiB in each worker; this machine has {memory / 2**30:.1f} GiB"
+        )
 
 
 def check_model(folder: Path) -> ModelConfig:

@@ -28,5 +28,9 @@ def check_cache(config: Config) -> None:
                 raise ValueError("storage lies below enable_hierarchical_cache, which is not set")
             extra = config.hicache_storage_backend_extra_config
             make_storage_backend(config.hicache_storage_backend, 1 << 60, extra).close()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"config key {key!r}: needs the package {error.name}, which is not installed"
+        ) from error
     except (ValueError, StorageError) as error:
         raise ConfigError(f"config key {key!r}: {error}") from error

@@ -168,10 +168,17 @@ class GatewayActor:
         self.metrics = GatewayMetrics(self.model.name)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._url: str | None = None
         self._driver: Driver | None = None
 
     async def start(self, port: int) -> str:
-        """Binds the port (0: any) and serves; the URL. StartError where the port is taken."""
+        """Binds the port (0: any) and serves; the URL. StartError where the port is taken.
+
+        Asked again, it says where it serves. So asking every now and then has a gateway that Ray
+        has restarted serve again.
+        """
+        if self._url is not None:
+            return self._url
         config = self.config
         link = RayLink(Peers(config.cluster_name), asyncio.get_running_loop())
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)
@@ -194,7 +201,8 @@ class GatewayActor:
                 raise StartError(f"the HTTP server did not start: {self._serving.exception()}")
             await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
-        return f"http://{host}:{port}"
+        self._url = f"http://{host}:{port}"
+        return self._url
 
     async def deliver(self, data: bytes) -> None:
         """OutputBatch."""
