@@ -53,7 +53,8 @@ def test_four_sequences_share_the_prompts_pages(cluster: Live) -> None:
     moved = cluster.moved() - before
     assert moved.computed == len(prompt) + 3  # each later one computes the last token's logits
     assert moved.written_pages == len(prompt)
-    assert [each["meta_info"]["cached_tokens"] for each in reply] == [0, 89, 89, 89]
+    # Whichever arrives first computes the prompt.
+    assert sorted(each["meta_info"]["cached_tokens"] for each in reply) == [0, 89, 89, 89]
 
 
 def test_a_seed_gives_the_same_four_alone_in_a_crowd_and_twice(cluster: Live) -> None:
