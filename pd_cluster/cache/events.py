@@ -137,6 +137,8 @@ def decode_page_events(data: bytes) -> list[CacheEvent]:
         match event:
             case _Stored():
                 tokens, pages = unpack_ints(event.tokens), unpack_ints(event.pages)
+                if not len(pages) or len(tokens) % len(pages) or (pages < 0).any():
+                    raise WireError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
                 events.append(PagesStored(event.namespace, event.parent, tokens, pages))
             case _Removed():
                 events.append(PagesRemoved(unpack_ints(event.pages)))

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from pd_cluster.cache.events import CacheEvent, PagesCleared, PagesRemoved, PagesStored
+from pd_cluster.cache.events import decode_page_events, encode_page_events
 from pd_cluster.coordinator.costs import (
     DecodeMeasured,
     LinkMeasured,
@@ -19,22 +18,7 @@ from pd_cluster.coordinator.costs import (
 )
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.errors import WireError
-from pd_cluster.types import WorkerId, pack_ints, unpack_ints
-
-
-class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    namespace: str | None
-    parent: int | None
-    tokens: bytes
-    pages: bytes
-
-
-class _Removed(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    pages: bytes
-
-
-class _Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    pass
+from pd_cluster.types import WorkerId
 
 
 class _Prefill(msgspec.Struct, frozen=True, array_like=True, tag="p"):
@@ -58,7 +42,7 @@ class _Link(msgspec.Struct, frozen=True, array_like=True, tag="l"):
 class _Telling(msgspec.Struct, frozen=True):
     worker: WorkerId
     first: int
-    events: tuple[_Stored | _Removed | _Cleared, ...]
+    events: bytes  # `encode_page_events`
     snapshot: bool
     measured: tuple[_Prefill | _Decode | _Link, ...]
 
@@ -71,7 +55,7 @@ def encode_update(update: KvUpdate, measured: Sequence[Measured] = ()) -> bytes:
     telling = _Telling(
         update.worker,
         update.first,
-        tuple(_pack_event(event) for event in update.events),
+        encode_page_events(update.events),
         update.snapshot,
         tuple(_pack_measured(each) for each in measured),
     )
@@ -84,33 +68,9 @@ def decode_update(data: bytes) -> tuple[KvUpdate, list[Measured]]:
         telling = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of this version: {error}") from error
-    events = tuple(_unpack_event(event) for event in telling.events)
+    events = tuple(decode_page_events(telling.events))
     update = KvUpdate(telling.worker, telling.first, events, telling.snapshot)
     return update, [_unpack_measured(each) for each in telling.measured]
-
-
-def _pack_event(event: CacheEvent) -> _Stored | _Removed | _Cleared:
-    match event:
-        case PagesStored():
-            tokens, pages = pack_ints(event.tokens), pack_ints(event.pages)
-            return _Stored(event.namespace, event.parent, tokens, pages)
-        case PagesRemoved():
-            return _Removed(pack_ints(event.pages))
-        case PagesCleared():
-            return _Cleared()
-
-
-def _unpack_event(event: _Stored | _Removed | _Cleared) -> CacheEvent:
-    match event:
-        case _Stored():
-            tokens, pages = unpack_ints(event.tokens), unpack_ints(event.pages)
-            if not len(pages) or len(tokens) % len(pages) or np.any(pages < 0):
-                raise WireError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
-            return PagesStored(event.namespace, event.parent, tokens, pages)
-        case _Removed():
-            return PagesRemoved(unpack_ints(event.pages))
-        case _Cleared():
-            return PagesCleared()
 
 
 def _pack_measured(measured: Measured) -> _Prefill | _Decode | _Link:
