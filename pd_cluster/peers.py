@@ -22,12 +22,16 @@ COORDINATOR = "coordinator"
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What every actor of a cluster is started with. `config` is a Config's dump, as JSON."""
+    """What every actor of a cluster is started with. `config` is a Config's dump, as JSON.
+
+    `local`: the Ray under the cluster was started for it, and has one node.
+    """
 
     config: str
     model_folder: str
     model_id: str
     secret: bytes
+    local: bool
 
 
 def actor_name(cluster_name: str, name: str) -> str:
@@ -79,7 +83,15 @@ class Peers:
         """Calls `on_lost` once when that life of the worker ends; watching twice is watching
         once.
         """
-        key = str(worker)
+        self._watch(str(worker), worker.name, (worker.incarnation,), on_lost)
+
+    def watch_gateway(self, name: str, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` once when the gateway of that name ends; it may come back."""
+        self._watch(name, name, (), on_lost)
+
+    def _watch(
+        self, key: str, name: str, arguments: tuple[str, ...], on_lost: Callable[[], None]
+    ) -> None:
         with self._lock:
             if key in self._watched:
                 return
@@ -88,15 +100,15 @@ class Peers:
         def done(_: Future[Any]) -> None:
             with self._lock:
                 self._watched.pop(key, None)
-            self.forget(worker.name)
+            self.forget(name)
             on_lost()
 
         try:
-            ref = self.handle(worker.name).watch.remote(worker.incarnation)
+            ref = self.handle(name).watch.remote(*arguments)
         except (ValueError, RayError):
             with self._lock:
                 self._watched.pop(key, None)
-            self.forget(worker.name)
+            self.forget(name)
             on_lost()
             return
         with self._lock:

@@ -32,7 +32,7 @@ class FittedTime:
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.prior = np.array(prior)
-        self.coefficients = self.prior.copy()
+        self._coefficients: Floats | None = self.prior.copy()
         self._forget = 0.5 ** (1 / HALF_LIFE)
         self._normal = np.zeros((len(prior), len(prior)))
         self._target = np.zeros(len(prior))
@@ -43,9 +43,15 @@ class FittedTime:
         x = np.array(features) / seconds
         self._normal = self._normal * self._forget + np.outer(x, x)
         self._target = self._target * self._forget + x
-        self._fit()
+        self._coefficients = None  # observed at every step, asked for by a placement
 
-    def _fit(self) -> None:
+    @property
+    def coefficients(self) -> Floats:
+        if self._coefficients is None:
+            self._coefficients = self._fit()
+        return self._coefficients
+
+    def _fit(self) -> Floats:
         """Least squares; what would be negative is held at zero and the others fitted again."""
         scale = self.prior
         normal = self._normal * np.outer(scale, scale) + PRIOR_WEIGHT * np.eye(len(scale))
@@ -58,7 +64,7 @@ class FittedTime:
             if (fitted >= 0).all():
                 break
             active &= fitted > 0
-        self.coefficients = fitted * scale
+        return fitted * scale
 
 
 @dataclass(frozen=True, slots=True)

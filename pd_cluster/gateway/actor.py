@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import uvicorn
 from ray.exceptions import RayError
 
@@ -204,6 +205,11 @@ class GatewayActor:
         self._url = f"http://{host}:{port}"
         return self._url
 
+    async def watch(self) -> None:
+        """Never returns: it fails when this life of the gateway is over."""
+        await asyncio.Event().wait()
+
+    @ray.method(num_returns=0)
     async def deliver(self, data: bytes) -> None:
         """OutputBatch."""
         if self._driver is not None:
