@@ -20,6 +20,7 @@ from pd_cluster.config import Config
 from pd_cluster.coordinator.actor import COORDINATOR_GROUPS, CoordinatorActor
 from pd_cluster.errors import StartError
 from pd_cluster.gateway.actor import GatewayActor
+from pd_cluster.nodes import actor_options, beside_the_server
 from pd_cluster.peers import COORDINATOR, NAMESPACE, ClusterSpec, actor_name
 from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
 
@@ -119,11 +120,12 @@ class Cluster:
         model_folder: Path,
         model_id: str,
         *,
+        local: bool,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Cluster:
         """Starts all actors and waits until requests can be served.
 
-        Ray must have been initialised. Raises StartError, with whatever was started stopped again.
+        Ray must have been initialised; `local` where that started one. Raises StartError, with whatever was started stopped again.
         """
         cluster = cls(config)
         spec = ClusterSpec(
@@ -131,6 +133,7 @@ class Cluster:
             model_folder=str(model_folder.resolve()),
             model_id=model_id,
             secret=secrets.token_bytes(32),
+            local=local,
         )
         try:
             cluster._start(spec, progress)
@@ -142,16 +145,18 @@ class Cluster:
     def _start(self, spec: ClusterSpec, progress: Callable[[str], None]) -> None:
         config = self.config
         deadline = time.monotonic() + config.timeouts.start_s
-        self._launch(COORDINATOR, CoordinatorActor, COORDINATOR_GROUPS, spec)
+        here = beside_the_server()
+        self._launch(COORDINATOR, CoordinatorActor, COORDINATOR_GROUPS, here, spec)
         names = []
         for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+            node = actor_options(getattr(config.resources, role))
             for index in range(count):
                 name = f"{role}-{index}"
-                self._launch(name, WorkerActor, WORKER_GROUPS, spec, name, role)
+                self._launch(name, WorkerActor, WORKER_GROUPS, node, spec, name, role)
                 names.append(name)
         gateways = [f"gateway-{index}" for index in range(config.gateways)]
         for name in gateways:
-            self._launch(name, GatewayActor, {}, spec, name)
+            self._launch(name, GatewayActor, {}, here, spec, name)
         progress(f"loading the model in {len(names)} workers")
         for name in names:
             self._get(name, self.actors[name].ready.remote(), deadline)
@@ -195,7 +200,9 @@ class Cluster:
                 logger.warning("%s: %s", name, error)
         self.actors.clear()
 
-    def _launch(self, name: str, actor: type, groups: dict[str, int], *args: Any) -> None:
+    def _launch(
+        self, name: str, actor: type, groups: dict[str, int], node: dict[str, Any], *args: Any
+    ) -> None:
         threads = str(self.config.threads or os.cpu_count() or 1)
         options: dict[str, Any] = {
             "name": actor_name(self.config.cluster_name, name),
@@ -204,6 +211,7 @@ class Cluster:
             "max_restarts": -1,
             "max_task_retries": 0,
             "max_concurrency": 100_000,
+            **node,
             "runtime_env": {
                 "env_vars": {
                     # Ray would set one thread; waiting threads must leave the cores to others.
@@ -216,7 +224,7 @@ class Cluster:
         }
         try:
             remote: Any = ray.remote  # its stubs do not know concurrency groups
-            decorated = remote(num_cpus=0, concurrency_groups=groups)(actor)
+            decorated = remote(concurrency_groups=groups)(actor)
             self.actors[name] = decorated.options(**options).remote(*args)
         except ValueError as error:
             raise StartError(

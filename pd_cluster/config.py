@@ -24,6 +24,37 @@ class TransferConfig(_Section):
     """How pages move between workers."""
 
     backend: Literal["ucx"] = Field("ucx", description="the transport library")
+    ucx: dict[str, str] = Field(
+        default_factory=dict,
+        description="UCX's settings without UCX_, e.g. NET_DEVICES and TLS; chosen by default",
+    )
+
+    @field_validator("ucx", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name in value:
+            if str(name).startswith("UCX_"):
+                raise ValueError(f"write {str(name)[4:]}, not {name}")
+        return {name: str(each) for name, each in value.items()}
+
+
+class ResourcesConfig(_Section):
+    """What Ray shall have free on a node for each worker of a role: num_gpus, num_cpus, memory
+    (bytes), or names that the nodes were given. Nothing by default: any node will do.
+    """
+
+    prefill: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    decode: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+
+    @field_validator("prefill", "decode")
+    @classmethod
+    def _names(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+            if name in value:
+                raise ValueError(f"write {option}, not {name}")
+        return value
 
 
 class TimeoutConfig(_Section):
@@ -36,7 +67,10 @@ class TimeoutConfig(_Section):
     lease_s: float = Field(10.0, gt=0, description="from a placement to its first sign of life")
     heartbeat_s: float = Field(1.0, gt=0, description="between two reports of a worker")
     keepalive_s: float = Field(15.0, gt=0, description="between comments on a stream that waits")
-    start_s: float = Field(300.0, gt=0, description="from `serve` to ready")
+    start_s: float = Field(300.0, gt=0, description="from the start of a worker to ready")
+    scale_in_s: float = Field(
+        60.0, ge=0, description="that a worker to be removed gets to finish what it runs"
+    )
     shutdown_s: float = Field(5.0, ge=0, description="that running streams get on SIGTERM")
 
 
@@ -132,6 +166,7 @@ class Config(_Section):
     max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
     max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")
 
+    resources: ResourcesConfig = ResourcesConfig()
     transfer: TransferConfig = TransferConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 

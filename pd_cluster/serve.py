@@ -62,7 +62,9 @@ class Server:
         init_ray(address, temp_dir)
         model_id = config.model if not Path(config.model).exists() else folder.name
         try:
-            cluster = Cluster.start(config, folder, model_id, progress=progress)
+            cluster = Cluster.start(
+                config, folder, model_id, local=address is None, progress=progress
+            )
         except BaseException:
             ray.shutdown()
             raise

@@ -152,7 +152,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker's heartbeat: what it is, and how loaded. The first one is its registration.
 
     `signature` is what workers must agree on to exchange pages: names to values, compared key by
-    key.
+    key. `host` is the address that it accepts transfers at.
     """
 
     worker: WorkerId
@@ -164,6 +164,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     waiting: int
     attempts: tuple[AttemptId, ...] = ()
     routes: tuple[Route, ...] = ("remote",)
+    host: str = ""
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

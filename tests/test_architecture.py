@@ -52,6 +52,7 @@ LAYERS = {
     "pd_cluster.worker.kv_publisher": 5,
     "pd_cluster.worker.tier_io": 5,
     "pd_cluster.worker.transport": 5,
+    "pd_cluster.nodes": 6,
     "pd_cluster.peers": 6,
     "pd_cluster.worker.actor": 7,
     "pd_cluster.coordinator.actor": 7,

@@ -84,7 +84,12 @@ class CoordinatorActor:
             statistics = self.state.statistics
             return CoordinatorSnapshot(
                 workers=tuple(
-                    WorkerStatus(worker=each.id, role=each.report.role, state="ready")
+                    WorkerStatus(
+                        worker=each.id,
+                        role=each.report.role,
+                        state="ready",
+                        host=each.report.host,
+                    )
                     for each in self.state.workers.values()
                 ),
                 waiting=len(self.state.waiting),

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +21,7 @@ from pd_cluster.gateway.gate import Gate
 from pd_cluster.model.config import load_config
 from pd_cluster.model.generation import default_sampling
 from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.nodes import advertised_host, model_folder, node_address
 from pd_cluster.observability.logs import log_as_json
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
@@ -150,7 +150,7 @@ class GatewayActor:
         config = self.config = Config.model_validate_json(spec.config)
         self.name = name
         log_as_json(name)
-        folder = Path(spec.model_folder)
+        folder = model_folder(spec.model_folder, config.model)
         self.tokenizer = Tokenizer(folder, config.chat_template)
         model = load_config(folder)
         context = config.context_length or model.max_positions
@@ -202,7 +202,7 @@ class GatewayActor:
                 raise StartError(f"the HTTP server did not start: {self._serving.exception()}")
             await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
-        self._url = f"http://{host}:{port}"
+        self._url = f"http://{advertised_host(host, node_address())}:{port}"
         return self._url
 
     async def watch(self) -> None:

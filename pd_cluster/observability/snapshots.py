@@ -77,6 +77,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     role: Role
     state: str
+    host: str = ""
 
 
 class CoordinatorSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -23,6 +22,7 @@ import torch
 
 from pd_cluster.config import Config
 from pd_cluster.errors import WireError
+from pd_cluster.nodes import attach, model_folder
 from pd_cluster.observability.snapshots import WorkerSnapshot
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.types import (
@@ -102,10 +102,20 @@ class WorkerActor:
         self._mailbox: queue.SimpleQueue[Event | AgentEvent | Callable[[], None]] = (
             queue.SimpleQueue()
         )
-        self.engine = Engine.load(Path(spec.model_folder), config)
+        self.engine = Engine.load(model_folder(spec.model_folder, config.model), config)
         self.engine.warm_up()
         self.signature = self.engine.signature(spec.model_id)
-        agent = make_agent("ucx", name=str(self.id), secret=spec.secret)
+        # Imported here: processes that only name this class have no use for UCX.
+        from pd_transfer.ucx import UcxOptions
+
+        attachment = attach(config, local=spec.local)
+        self.host = attachment.host
+        agent = make_agent(
+            "ucx",
+            name=str(self.id),
+            secret=spec.secret,
+            options=UcxOptions(host=attachment.host, settings=attachment.ucx),
+        )
         self.transport = Transport(agent, self.engine.layout, self._mailbox.put)
         cache, self.tier_io = make_cache(
             config, role, self.engine.layout, self.signature, self._mailbox.put
@@ -355,6 +365,7 @@ class WorkerActor:
             waiting=scheduler.prefill.waiting + scheduler.decode.count("awaiting"),
             attempts=tuple(scheduler.decode.sequences),
             routes=ROUTES,
+            host=self.host,
         )
 
     def _snapshot(self) -> WorkerSnapshot:

@@ -86,6 +86,7 @@ def test_what_the_gateway_knows_of_the_model(tmp_path, tokenizer, monkeypatch, d
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     config = validate_config({"model_aliases": ["b"], "sampling_defaults": defaults})
     spec = ClusterSpec(
+        local=True,
         config=config.model_dump_json(), model_folder=str(tmp_path), model_id="a", secret=b""
     )
     model = actor.GatewayActor(spec, "gateway-0").model
