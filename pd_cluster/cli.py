@@ -37,6 +37,7 @@ ClusterName = Annotated[str, typer.Option(help="Which of this user's clusters.")
 MODEL, CACHE, LIMITS, CLUSTER = "Model", "KV cache", "Limits", "Cluster"
 ACCESS = "Access and logs"
 TIERS = "KV cache tiers"
+ORDER = "Scheduling"
 
 
 @app.command()
@@ -121,8 +122,43 @@ def serve(
     kv_events_config: Annotated[
         str | None, typer.Option(help="JSON object: publish KV events.", rich_help_panel=CACHE)
     ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Which workers and route: cost, least_loaded...", rich_help_panel=ORDER),
+    ] = None,
+    schedule_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="fcfs, lpm, dfs-weight, lof, random, priority, routing-key.", rich_help_panel=ORDER
+        ),
+    ] = None,
+    schedule_conservativeness: Annotated[
+        float | None,
+        typer.Option(help="Times the growth that admission counts.", rich_help_panel=ORDER),
+    ] = None,
+    enable_priority_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--enable-priority-scheduling",
+            help="Higher priorities take the place of lower ones.",
+            rich_help_panel=ORDER,
+        ),
+    ] = False,
+    retraction_policy: Annotated[
+        str | None,
+        typer.Option(help="Who gives up pages first: length, priority.", rich_help_panel=ORDER),
+    ] = None,
     chunked_prefill_size: Annotated[
-        int | None, typer.Option(help="Prompt tokens in a step.", rich_help_panel=LIMITS)
+        int | None, typer.Option(help="Tokens of a prompt in a step.", rich_help_panel=LIMITS)
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Of all prompts in a step.", rich_help_panel=LIMITS)
+    ] = None,
+    max_queued_per_tenant: Annotated[
+        int | None, typer.Option(help="Of one API key; above, 429.", rich_help_panel=LIMITS)
+    ] = None,
+    max_running_per_tenant: Annotated[
+        int | None, typer.Option(help="Of one API key; others wait.", rich_help_panel=LIMITS)
     ] = None,
     max_running_requests: Annotated[
         int | None, typer.Option(help="On one decode worker.", rich_help_panel=LIMITS)
@@ -212,7 +248,15 @@ def serve(
         "hicache_storage_size": hicache_storage_size,
         "hicache_storage_prefetch_policy": hicache_storage_prefetch_policy,
         "kv_events_config": _json("--kv-events-config", kv_events_config),
+        "placement": placement,
+        "schedule_policy": schedule_policy,
+        "schedule_conservativeness": schedule_conservativeness,
+        "enable_priority_scheduling": enable_priority_scheduling or None,
+        "retraction_policy": retraction_policy,
         "chunked_prefill_size": chunked_prefill_size,
+        "max_prefill_tokens": max_prefill_tokens,
+        "max_queued_per_tenant": max_queued_per_tenant,
+        "max_running_per_tenant": max_running_per_tenant,
         "max_running_requests": max_running_requests,
         "max_queued_requests": max_queued_requests,
         "prefill": prefill,

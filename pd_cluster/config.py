@@ -153,7 +153,12 @@ class Config(_Section):
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
     kv_events_config: KvEventsConfig | None = Field(None, description="where KV events go")
 
-    chunked_prefill_size: int = Field(512, ge=1, description="prompt tokens computed in one step")
+    chunked_prefill_size: int = Field(
+        512, ge=1, description="tokens of one prompt computed in one step"
+    )
+    max_prefill_tokens: int | None = Field(
+        None, ge=1, description="tokens of all prompts in one step; by default chunked_prefill_size"
+    )
     local_prefill_size: int = Field(
         64,
         ge=1,
@@ -168,6 +173,29 @@ class Config(_Section):
 
     resources: ResourcesConfig = ResourcesConfig()
     transfer: TransferConfig = TransferConfig()
+    itl_limit_s: float = Field(
+        0.05,
+        gt=0,
+        description="that running streams may wait between tokens for a prompt computed on decode",
+    )
+    schedule_policy: Literal[
+        "fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key"
+    ] = Field("fcfs", description="order of the requests that wait for a placement")
+    schedule_conservativeness: float = Field(
+        1.0, gt=0, description="times the growth of running answers that admission counts"
+    )
+    enable_priority_scheduling: bool = Field(
+        False, description="higher priorities first, taking the place of lower ones that run"
+    )
+    retraction_policy: Literal["length", "priority"] = Field(
+        "length", description="who gives up its pages first when decode runs out of them"
+    )
+    max_queued_per_tenant: int | None = Field(
+        None, ge=1, description="waiting requests of one API key, or one cache_salt without keys"
+    )
+    max_running_per_tenant: int | None = Field(
+        None, ge=1, description="placed requests of one API key, or one cache_salt without keys"
+    )
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @field_validator("chat_template")
@@ -198,6 +226,20 @@ class Config(_Section):
 
     @property
     def num_pages(self) -> int:
+    @field_validator("itl_limit_s")
+    @classmethod
+    def _local_route(cls, value: float, info: Any) -> float:
+        placement = info.data.get("placement")
+        if placement != "cost" and value != cls.model_fields["itl_limit_s"].default:
+            raise ValueError(f"only placement cost takes the route that it limits, not {placement}")
+        return value
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether a request's priority changes anything."""
+        policies = (self.schedule_policy, self.retraction_policy, self.radix_eviction_policy)
+        return self.enable_priority_scheduling or "priority" in policies
+
         return self.max_total_tokens // self.page_size
 
 

@@ -24,6 +24,10 @@ Role = Literal["prefill", "decode"]
 # decode holds; decode computes a short tail itself.
 Route = Literal["remote", "remote+pull", "local"]
 FinishReason = Literal["stop", "length"]
+# Who gives up its pages first on a decode worker that has run out of them.
+RetractionPolicy = Literal["length", "priority"]
+# Who was retracted this often is spared from then on, as long as others can go.
+MAX_RETRACTIONS = 3
 # How an attempt ended. `refused`, `retracted` and `failed` are tried again by the gateway.
 Outcome = Literal["finished", "aborted", "refused", "retracted", "failed"]
 
@@ -110,13 +114,16 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int
     timeout_s: float
     priority: int = 0
-    # An attempt that goes on with a request of which the client already has tokens: it goes first.
+    # A further attempt at a request that was placed before: it goes first within its priority.
     resumed: bool = False
+    # How often the request was retracted: after a few times it is left alone.
+    retractions: int = 0
     # Decode workers that have just refused or lost this request.
     avoid: tuple[WorkerId, ...] = ()
     # `block_hashes` of the prompt, uint64 little-endian: what placement knows of its content.
     blocks: bytes = b""
-    # Whose request it is, for fairness and limits; and a hint which requests belong together.
+    # Whose request it is (never a key itself), for fairness and limits; and a hint which requests
+    # belong together.
     tenant: str = ""
     routing_key: str = ""
 
@@ -171,6 +178,21 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`error` says why a worker may not take part (it differs from the others), else None."""
 
     error: str | None = None
+    retraction_policy: RetractionPolicy = "length"
+
+
+# --- coordinator → decode worker ------------------------------------------------------------------
+
+
+class MakeRoom(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Retract as many of `candidates` as it takes to have `tokens` available; none if all of them
+    are not enough.
+
+    With each goes what was set aside for its growth, in tokens: that much less is needed then.
+    """
+
+    tokens: int
+    candidates: tuple[tuple[AttemptId, int], ...]
 
 
 # --- gateway → decode worker ----------------------------------------------------------------------
@@ -194,6 +216,7 @@ class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sequence: int = 0
     namespace: str | None = None
     priority: int = 0
+    retractions: int = 0
 
 
 class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -307,6 +330,7 @@ Message = (
     | AttemptEnded
     | WorkerReport
     | ReportReply
+    | MakeRoom
     | StartAttempt
     | CancelAttempt
     | StartPrefill

@@ -44,6 +44,11 @@ def test_settings_reach_into_sections() -> None:
         ("port.x=5", ["port"]),
         ("novalue", ["key=value"]),
         ("port=[", ["YAML"]),
+        ("schedule_policy=best", ["schedule_policy", "fcfs", "routing-key"]),
+        ("retraction_policy=youngest", ["retraction_policy", "length", "priority"]),
+        ("schedule_conservativeness=0", ["schedule_conservativeness", "greater than 0"]),
+        ("max_running_per_tenant=0", ["max_running_per_tenant", "1"]),
+        ("max_prefill_tokens=0", ["max_prefill_tokens", "1"]),
     ],
 )
 def test_errors_name_the_key_and_what_is_allowed(setting: str, parts: list[str]) -> None:
@@ -51,6 +56,14 @@ def test_errors_name_the_key_and_what_is_allowed(setting: str, parts: list[str])
         load_config(settings=[setting])
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_limit_of_a_route_that_is_never_taken_is_refused() -> None:
+    with pytest.raises(ConfigError, match="itl_limit_s.*placement cost.*random"):
+        load_config(settings=["itl_limit_s=0.2", "placement=random"])
+    config = load_config(settings=["itl_limit_s=0.2", "placement=cost"])
+    # Every process reads it again, with no key left out.
+    assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_a_pool_is_whole_pages() -> None:

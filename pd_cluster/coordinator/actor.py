@@ -131,3 +131,5 @@ class CoordinatorActor:
                 if not future.done():
                     future.set_result(answer.reply)
         self._lock.notify_all()
+        for worker, order in self.state.take_orders():
+            self.peers.post(worker, order, lambda: None)

@@ -2,7 +2,9 @@
 
 A policy orders; it never keeps anyone out: each `OLDEST_EVERY`-th placement is offered to the
 request that has waited longest, so under no policy, and whoever else arrives, does one starve.
-Between tenants the one with the least placed work comes first; the policy orders within each.
+Between tenants the one with the least placed work comes first; the policy orders within each. With
+priority scheduling all of this holds within a priority, the higher come first, and only who has
+waited for `PATIENCE_S` gets the oldest's turns.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pd_cluster.types import AttemptId, PlaceRequest
 
 OLDEST_EVERY = 8
+PATIENCE_S = 30.0
 # Beyond so many waiting requests policies that look at prefixes order only the oldest ones.
 MAX_COMPARED = 512
 
@@ -33,6 +36,7 @@ class Waiting:
     matched: int = 0  # prompt tokens that some prefill worker held when last looked at
     not_before: float = 0.0  # its best worker is busy until then
     pledge: tuple[int, float] | None = None  # that worker's slot, and the seconds of work
+    preempt_at: float = 0.0  # when to ask (again) that lower priorities make room
 
 
 class QueuePolicy(ABC):
@@ -137,10 +141,13 @@ def make_queue_policy(name: str, seed: int = 0) -> QueuePolicy:
 
 
 class Queue:
-    """The waiting requests of the whole cluster; attempts that resume come before all others."""
+    """The waiting requests of the whole cluster; attempts that resume come before all others, with
+    `by_priority` those of their priority.
+    """
 
-    def __init__(self, policy: QueuePolicy) -> None:
+    def __init__(self, policy: QueuePolicy, *, by_priority: bool = False) -> None:
         self.policy = policy
+        self.by_priority = by_priority
         self.entries: OrderedDict[AttemptId, Waiting] = OrderedDict()
         self.fresh = 0  # those that count against the limit: resumed ones do not
         self.by_tenant: Counter[str] = Counter()
@@ -177,7 +184,7 @@ class Queue:
         self._since_oldest = 0 if was_oldest else self._since_oldest + 1
 
     def order(
-        self, work: Mapping[str, int], running: Mapping[str, int]
+        self, work: Mapping[str, int], running: Mapping[str, int], now: float
     ) -> tuple[list[Waiting], bool]:
         """Whom to place first, and whether nobody may overtake the first of them.
 
@@ -187,11 +194,14 @@ class Queue:
         resumed = [entry for entry in entries if entry.request.resumed]
         fresh = [entry for entry in entries if not entry.request.resumed]
         ordered = self._fair(self.policy.order(fresh, running), work)
-        oldest_turn = self._since_oldest >= OLDEST_EVERY - 1 and bool(fresh)
-        if oldest_turn and ordered[0] is not fresh[0]:
-            ordered.remove(fresh[0])
-            ordered.insert(0, fresh[0])
-        return resumed + ordered, bool(resumed) or oldest_turn
+        oldest_turn = self._since_oldest >= OLDEST_EVERY - 1
+        if self.by_priority:
+            ordered = sorted(resumed + ordered, key=lambda entry: -entry.request.priority)
+            oldest_turn = oldest_turn and now - entries[0].arrived >= PATIENCE_S
+            return _first(entries[0], ordered) if oldest_turn else ordered, True
+        if oldest_turn and fresh:
+            ordered = _first(fresh[0], ordered)
+        return resumed + ordered, bool(resumed) or (oldest_turn and bool(fresh))
 
     def _fair(self, ordered: list[Waiting], work: Mapping[str, int]) -> list[Waiting]:
         """Merges the tenants' orders: the next is always of the one with the least work."""
@@ -210,6 +220,10 @@ class Queue:
             if at + 1 < len(lines[tenant]):
                 heapq.heappush(heap, (load + entry.request.prompt_len, number, tenant, at + 1))
         return merged
+
+
+def _first(entry: Waiting, ordered: list[Waiting]) -> list[Waiting]:
+    return [entry, *(each for each in ordered if each is not entry)]
 
 
 def expired(entries: Iterable[Waiting], now: float) -> list[Waiting]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pd_cluster.config import Config
 from pd_cluster.coordinator.costs import Priors
 from pd_cluster.coordinator.placement import RouteLimits, Weights
 
@@ -15,7 +16,8 @@ class Scheduling:
     placement: str = "least_loaded"
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
-    # A full queue makes room for a higher priority by rejecting the lowest.
+    # Higher priorities come first, a full queue makes room for them by rejecting the lowest, and
+    # decode workers by retracting lower ones.
     enable_priority_scheduling: bool = False
     max_queued_per_tenant: int | None = None
     max_running_per_tenant: int | None = None
@@ -23,3 +25,21 @@ class Scheduling:
     limits: RouteLimits = RouteLimits(pull=True, local=True)
     priors: Priors = field(default_factory=Priors)
     seed: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Scheduling:
+        """What the configuration wants."""
+        return cls(
+            placement=config.placement,
+            schedule_policy=config.schedule_policy,
+            schedule_conservativeness=config.schedule_conservativeness,
+            enable_priority_scheduling=config.enable_priority_scheduling,
+            max_queued_per_tenant=config.max_queued_per_tenant,
+            max_running_per_tenant=config.max_running_per_tenant,
+            limits=RouteLimits(
+                pull=True,
+                local=True,
+                itl_limit_s=config.itl_limit_s,
+                chunk_tokens=config.local_prefill_size,
+            ),
+        )

@@ -13,13 +13,14 @@ names it within `lease_s`, it is taken back.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pd_cluster.config import Config
-from pd_cluster.coordinator.admission import NewTokenRatio
+from pd_cluster.coordinator.admission import NewTokenRatio, growth
 from pd_cluster.coordinator.costs import Measured, Rates
 from pd_cluster.coordinator.explain import Explanations
 from pd_cluster.coordinator.index import KvUpdate
@@ -29,8 +30,10 @@ from pd_cluster.coordinator.queue import MAX_COMPARED, Queue, Waiting, expired, 
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.coordinator.workers import EXPECTED_GRACE_S, Lease, Workers, WorkerState
 from pd_cluster.types import (
+    MAX_RETRACTIONS,
     AttemptEnded,
     AttemptId,
+    MakeRoom,
     Placement,
     PlaceRequest,
     Rejection,
@@ -41,6 +44,9 @@ from pd_cluster.types import (
 
 # Seconds that a rejected client should wait, for lack of a better estimate.
 RETRY_AFTER_S = 1.0
+# Between two tries to have lower priorities make room for one request.
+PREEMPT_AGAIN_S = 1.0
+MAX_UNTOLD = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,17 @@ class CoordinatorState:
         *,
         page_size: int | None = None,
     ) -> None:
-        self.scheduling = scheduling or Scheduling(placement=config.placement)
+        self.scheduling = scheduling or Scheduling.of(config)
         self.max_queued = config.max_queued_requests
         self.max_running = config.max_running_requests
         self.lease_s = config.timeouts.lease_s
         self.worker_timeout_s = 20 * config.timeouts.heartbeat_s
         self.cluster = Workers(page_size or config.page_size)
-        self.queue = Queue(make_queue_policy(self.scheduling.schedule_policy, self.scheduling.seed))
+        self.retraction_policy = config.retraction_policy
+        self.queue = Queue(
+            make_queue_policy(self.scheduling.schedule_policy, self.scheduling.seed),
+            by_priority=self.scheduling.enable_priority_scheduling,
+        )
         self.leases: dict[AttemptId, Lease] = {}
         self.rates = Rates(self.scheduling.priors)
         self.ratio = NewTokenRatio(self.scheduling.schedule_conservativeness)
@@ -90,6 +100,9 @@ class CoordinatorState:
         self._policy = make_placement_policy(
             settings.placement, self.rates, settings.weights, settings.seed
         )
+        self._orders: list[tuple[WorkerId, MakeRoom]] = []
+        # Released because their worker no longer named them; their ends are still to be told.
+        self._untold: OrderedDict[AttemptId, None] = OrderedDict()
         self._expected: list[tuple[float, AttemptId]] = []
         self._work_by_tenant: Counter[str] = Counter()
         self._running_by_tenant: Counter[str] = Counter()
@@ -124,7 +137,8 @@ class CoordinatorState:
             self._reconcile(known, now)
         else:
             self._correct_backlog(known, now)
-        return ReportReply(), self._place(now)
+        reply = ReportReply(retraction_policy=self.retraction_policy)
+        return reply, self._place(now)
 
     def kv_events(self, update: KvUpdate, now: float) -> bool:
         """What changed in a worker's cache; False asks it for a snapshot."""
@@ -179,15 +193,15 @@ class CoordinatorState:
             self._unpledge(entry)
         lease = self.leases.get(event.attempt)
         if lease is None:
+            if event.attempt in self._untold:
+                del self._untold[event.attempt]
+                self._count_end(event, now)
             return [] if entry is None else self._place(now)
-        outcomes = self.statistics.outcomes
-        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+        self._count_end(event, now)
         self._release(lease, now)
         if self.cluster.find(lease.placement.decode) is not None:
             full = event.outcome in ("refused", "retracted")
             self.cluster.decode.full[lease.choice.decode] = full
-        if event.outcome == "retracted":
-            self.ratio.retracted(now)
         return self._place(now)
 
     def tick(self, now: float) -> list[Answer]:
@@ -211,6 +225,11 @@ class CoordinatorState:
             for entry in list(self.queue.entries.values())[:MAX_COMPARED]:
                 self._look(entry)
         return answers + self._place(now)
+
+    def take_orders(self) -> list[tuple[WorkerId, MakeRoom]]:
+        """What decode workers are to be told since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
 
     def explain(self, attempt: AttemptId) -> dict[str, Any] | None:
         """Why an attempt was placed where it was: each candidate's terms, in seconds."""
@@ -270,7 +289,7 @@ class CoordinatorState:
         again = True
         while again and len(self.queue) and self._anyone():
             again = False
-            order, oldest_due = self.queue.order(self._work_by_tenant, self._running_by_key)
+            order, oldest_due = self.queue.order(self._work_by_tenant, self._running_by_key, now)
             for entry in order:
                 if entry.not_before > now:
                     self.wake_at = min(self.wake_at, entry.not_before)
@@ -279,6 +298,7 @@ class CoordinatorState:
                     continue
                 answer = self._try(entry, now)
                 if answer is None:
+                    self._preempt(entry, now)
                     break  # decode has no room for it, and nobody overtakes
                 if isinstance(answer, float):
                     self.wake_at = min(self.wake_at, answer)
@@ -292,6 +312,8 @@ class CoordinatorState:
     def _anyone(self) -> bool:
         decode = self.cluster.decode
         free = decode.ready & ~decode.full & (decode.attempts < self.max_running)
+        if self.scheduling.enable_priority_scheduling:
+            free = decode.ready  # room can be made
         return bool(free.any()) and bool(self.cluster.prefill.ready.any())
 
     def _tenant_full(self, entry: Waiting) -> bool:
@@ -320,6 +342,42 @@ class CoordinatorState:
             return chosen.until
         return self._bind(entry, chosen, now)
 
+    def _preempt(self, entry: Waiting, now: float) -> None:
+        """Has lower priorities make room for the request, on the worker where most of it is.
+
+        Asked again only after a while, and of nobody who was retracted often already: so what has
+        to go back and forth ends.
+        """
+        if not self.scheduling.enable_priority_scheduling or now < entry.preempt_at:
+            return
+        request, decode = entry.request, self.cluster.decode
+        best: tuple[int, WorkerState, list[Lease]] | None = None
+        for worker in self.workers.values():
+            if worker.report.role != "decode" or not decode.ready[worker.slot]:
+                continue
+            lower = [
+                lease
+                for lease in map(self.leases.__getitem__, sorted(worker.placed))
+                if lease.request.priority < request.priority
+                and lease.request.retractions < MAX_RETRACTIONS
+            ]
+            room = sum(lease.request.prompt_len for lease in lower)
+            if lower and (best is None or room > best[0]):
+                best = room, worker, lower
+        if best is None:
+            return
+        _, worker, lower = best
+        entry.preempt_at = now + PREEMPT_AGAIN_S
+        ratio = self.ratio.at(now)
+        order = MakeRoom(
+            tokens=math.ceil(self.cluster.needed(request, ratio)[worker.slot]),
+            candidates=tuple(
+                (lease.request.attempt, int(ratio * growth(lease.request.max_tokens)))
+                for lease in lower
+            ),
+        )
+        self._orders.append((worker.id, order))
+
     def _bind(self, entry: Waiting, choice: Choice, now: float) -> Answer:
         request, attempt = entry.request, entry.request.attempt
         self.queue.remove(attempt)
@@ -340,6 +398,12 @@ class CoordinatorState:
         self._count_running(request, 1)
         self.explanations.add(lease, now - entry.arrived, self.cluster)
         return Answer(attempt, placement)
+
+    def _count_end(self, event: AttemptEnded, now: float) -> None:
+        outcomes = self.statistics.outcomes
+        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+        if event.outcome == "retracted":
+            self.ratio.retracted(now)
 
     def _count_running(self, request: PlaceRequest, sign: int) -> None:
         self._work_by_tenant[request.tenant] += sign * request.prompt_len
@@ -363,6 +427,9 @@ class CoordinatorState:
                 self.cluster.claim(lease)
             elif lease.claimed:
                 self._release(lease, now)
+                self._untold[attempt] = None
+                if len(self._untold) > MAX_UNTOLD:
+                    self._untold.popitem(last=False)
 
     def _correct_backlog(self, worker: WorkerState, now: float) -> None:
         """What the prefill worker says of its queue overrules our estimate of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pd_cluster.coordinator.admission import growth
 from pd_cluster.coordinator.fleet import Fleet
@@ -152,10 +153,17 @@ class Workers:
     def has_room(self, request: PlaceRequest, ratio: float, max_running: int) -> np.ndarray:
         """Mask of the decode workers that can take the request in, its growth included."""
         decode = self.decode
-        needed = request.prompt_len + ratio * (growth(request.max_tokens) + decode.growth)
-        fits = (decode.attempts == 0) | (needed + decode.unclaimed <= decode.available)
+        fits = (decode.attempts == 0) | (self.needed(request, ratio) <= decode.available)
         mask: np.ndarray = decode.ready & ~decode.full & (decode.attempts < max_running) & fits
         return mask
+
+    def needed(self, request: PlaceRequest, ratio: float) -> NDArray[np.float64]:
+        """Tokens that each decode worker must have available to take the request in: for its
+        prompt, those that are on their way, and a part of what all answers may grow by.
+        """
+        decode = self.decode
+        growing = growth(request.max_tokens) + decode.growth
+        return np.asarray(request.prompt_len + ratio * growing + decode.unclaimed, np.float64)
 
     def validate(self, leases: dict[AttemptId, Lease]) -> None:
         """Load is the sum of the leases; O(workers + leases)."""

@@ -45,9 +45,14 @@ def _check_admin(http: HTTPConnection, config: Config) -> None:
         raise Forbidden(message, code="forbidden")
 
 
-def _has_key(http: HTTPConnection, *keys: str) -> bool:
+def bearer_key(http: HTTPConnection) -> bytes:
+    """What the client gave as its key; empty where it gave none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    given = key.strip().encode() if scheme.lower() == "bearer" else b""
+    return key.strip().encode() if scheme.lower() == "bearer" else b""
+
+
+def _has_key(http: HTTPConnection, *keys: str) -> bool:
+    given = bearer_key(http)
     # All are compared, so that the time tells nothing.
     return sum(hmac.compare_digest(given, each.encode()) for each in keys) > 0
 

@@ -31,6 +31,18 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What decides when a request is served, beside its arrival.
+
+    `tenant` says whose it is, by another name than its key; "" is nobody's in particular.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    routing_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """One sequence: a prompt to continue.
 
@@ -47,6 +59,7 @@ class GenerateRequest:
     namespace: str | None = None
     sequence: int = 0
     timeout_s: float | None = None
+    standing: Standing = field(default_factory=Standing)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Driver:
         self.clock = clock
         self._running: dict[str, RunningRequest] = {}
         self._stories = Stories(config.recent_requests)
-        metrics.watch_gateway(self.count_running, self.count_waiting)
+        metrics.watch_gateway(self.count_running, self.count_waiting, self.count_retracted)
 
     def generate(self, request: GenerateRequest) -> RunningRequest:
         """The request, to be entered as a context; its id must be new."""
@@ -127,6 +127,13 @@ class Driver:
 
     def count_waiting(self) -> int:
         return sum(each.state.state == "placing" for each in self._running.values())
+
+    def count_retracted(self) -> int:
+        """Of those that wait."""
+        return sum(
+            each.state.state == "placing" and each.state.retracted
+            for each in self._running.values()
+        )
 
     def stories(self, request_id: str) -> list[dict[str, Any]]:
         """What became of each sequence of a request, running or recent; empty: not known."""
@@ -169,6 +176,9 @@ class RunningRequest:
             end_token_ids=request.end_token_ids,
             namespace=request.namespace,
             sequence=request.sequence,
+            priority=request.standing.priority,
+            tenant=request.standing.tenant,
+            routing_key=request.standing.routing_key,
             time_limit=f"{name} ({limit:g} s)",
         )
         self._namespace = request.namespace

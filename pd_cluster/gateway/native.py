@@ -16,6 +16,7 @@ from pd_cluster.gateway.native_bodies import NativeBody
 from pd_cluster.gateway.prepare import Wishes
 from pd_cluster.gateway.services import Services
 from pd_cluster.gateway.sse import event, stream_response
+from pd_cluster.gateway.standing import standing_of
 from pd_cluster.gateway.text import TextOptions
 from pd_cluster.model.tokenizer import Tokenizer
 
@@ -43,6 +44,13 @@ def native_routes(services: Services) -> APIRouter:
             seed=sampling.seed if sampling.seed is not None else sampling.sampling_seed,
             namespace=body.extra_key,
             timeout_s=body.timeout,
+            standing=standing_of(
+                http,
+                config,
+                priority=body.priority,
+                routing_key=body.routing_key,
+                salt=body.extra_key,
+            ),
         )
         prompts = [await services.prepare.tokenize(prompt, param) for prompt in body.prompts]
         requests = services.prepare.requests(

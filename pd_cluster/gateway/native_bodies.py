@@ -13,7 +13,9 @@ from pd_cluster.gateway.protocol import (
     TEXT_SCHEMA,
     Body,
     Namespace,
+    Priority,
     Prompt,
+    RoutingKey,
     Sampling,
     Seed,
     prompt_list,
@@ -60,7 +62,6 @@ class NativeBody(Body):
         "input_embeds": (None,),
         "lora_path": (None,),
         "session_params": (None,),
-        "priority": (None, 0),
     }
 
     text: Annotated[str | list[str] | None, TEXT_SCHEMA] = None
@@ -72,6 +73,8 @@ class NativeBody(Body):
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
     extra_key: Namespace | None = None
+    priority: Priority | None = None
+    routing_key: RoutingKey | None = None
     timeout: float | None = Field(None, gt=0)
 
     @field_validator("text", "input_ids", mode="plain")

@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 from pd_cluster.errors import BadRequest, NotFound
 from pd_cluster.gateway.answer import collect_all, stream_all
-from pd_cluster.gateway.backend import GenerateRequest
+from pd_cluster.gateway.backend import GenerateRequest, Standing
 from pd_cluster.gateway.http import json_response, read_json, record_of, until_disconnected
 from pd_cluster.gateway.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from pd_cluster.gateway.openai_format import AnswerFormat, ChatFormat, CompletionFormat
 from pd_cluster.gateway.prepare import Wishes
 from pd_cluster.gateway.services import Services
 from pd_cluster.gateway.sse import stream_response
+from pd_cluster.gateway.standing import standing_of
 from pd_cluster.gateway.text import TextOptions
 
 F = TypeVar("F", bound=AnswerFormat)
@@ -76,6 +77,7 @@ def openai_routes(services: Services) -> APIRouter:
             seed=body.seed,
             namespace=body.cache_salt,
             timeout_s=body.timeout,
+            standing=standing(http, body),
         )
         shape = make_format(CompletionFormat, http, body)
         if body.echo:
@@ -114,10 +116,20 @@ def openai_routes(services: Services) -> APIRouter:
             seed=body.seed,
             namespace=body.cache_salt,
             timeout_s=body.timeout,
+            standing=standing(http, body),
         )
         prompt = await prepare.apply_template(messages)
         shape = make_format(ChatFormat, http, body)
         return await answer(http, body, [prompt], wishes, shape, messages)
+
+    def standing(http: Request, body: OpenAIBody) -> Standing:
+        return standing_of(
+            http,
+            config,
+            priority=body.priority,
+            routing_key=body.routing_key,
+            salt=body.cache_salt,
+        )
 
     def make_format(kind: type[F], http: Request, body: OpenAIBody) -> F:
         return kind(

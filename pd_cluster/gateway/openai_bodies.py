@@ -13,7 +13,9 @@ from pd_cluster.gateway.protocol import (
     Body,
     Namespace,
     Neutral,
+    Priority,
     Prompt,
+    RoutingKey,
     Sampling,
     json_type,
     prompt_list,
@@ -22,7 +24,6 @@ from pd_cluster.gateway.protocol import (
 MAX_PARTS = 1024
 
 _ABSENT: Neutral = {
-    "priority": (None, 0),
     "metadata": (None, {}),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
@@ -58,6 +59,8 @@ class OpenAIBody(Sampling):
     stream_options: StreamOptions | None = None
     user: str | None = None
     cache_salt: Namespace | None = None
+    priority: Priority | None = None
+    routing_key: RoutingKey | None = None
     timeout: float | None = Field(None, gt=0)
 
     @field_validator("stream_options")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pd_cluster.errors import BadRequest
-from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
+from pd_cluster.gateway.backend import GenerateRequest, ModelInfo, Standing
 from pd_cluster.gateway.protocol import MAX_PROMPTS, Prompt, Sampling
 from pd_cluster.gateway.stories import sequence_id
 from pd_cluster.model.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class Wishes:
     seed: int | None = None
     namespace: str | None = None
     timeout_s: float | None = None
+    standing: Standing = field(default_factory=Standing)
 
 
 class Preparer:
@@ -98,6 +99,7 @@ class Preparer:
                 end_token_ids=frozenset(params.stop_token_ids),
                 namespace=wishes.namespace,
                 timeout_s=wishes.timeout_s,
+                standing=wishes.standing,
             )
             for sequence in range(number):
                 name = sequence_id(request_id, len(requests))

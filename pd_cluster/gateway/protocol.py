@@ -38,6 +38,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 _TOKEN_KEY = r"^(0|[1-9][0-9]{0,9})$"
 BiasToken = Annotated[str, Field(pattern=_TOKEN_KEY)]
 Namespace = Annotated[str, Field(min_length=1, max_length=256)]
+# Higher is sooner.
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+RoutingKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}

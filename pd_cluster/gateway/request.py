@@ -120,6 +120,9 @@ class RequestState(Tracked[State]):
         end_token_ids: Collection[int] = (),
         namespace: str | None = None,
         sequence: int = 0,
+        priority: int = 0,
+        tenant: str = "",
+        routing_key: str = "",
         time_limit: str = "timeouts.request_s",
     ) -> None:
         assert prompt, "a request without a prompt"
@@ -136,6 +139,11 @@ class RequestState(Tracked[State]):
         self._end_token_ids = frozenset(end_token_ids)
         self._namespace = namespace
         self._sequence = sequence
+        self._priority = priority
+        self._tenant = tenant
+        self._routing_key = routing_key
+        self._retractions = 0
+        self.retracted = False  # that is how the last attempt ended
         self._time_limit = time_limit
         self._number = 0
         self._placement: Placement | None = None
@@ -219,6 +227,8 @@ class RequestState(Tracked[State]):
             route=placement.route,
             sequence=self._sequence,
             namespace=self._namespace,
+            priority=self._priority,
+            retractions=self._retractions,
         )
         return [Submit(placement.decode, message)]
 
@@ -314,6 +324,8 @@ class RequestState(Tracked[State]):
                     code="attempts_exhausted",
                 )
                 return [ended, *self._end("failed", now, message, error=error)]
+        self.retracted = outcome == "retracted"
+        self._retractions += self.retracted
         if outcome != "refused":
             self._recovered[cause or outcome] = None
         if outcome == "refused" or cause == "worker_lost":
@@ -334,8 +346,12 @@ class RequestState(Tracked[State]):
             prompt_len=len(self.prompt) + len(self.tokens),
             max_tokens=self.params.max_tokens - len(self.tokens),
             timeout_s=max(0.0, self._deadline - now - delay_s),
-            resumed=bool(self.tokens),
+            resumed=self._number > 1,
+            retractions=self._retractions,
             avoid=tuple(self._avoid),
+            priority=self._priority,
+            tenant=self._tenant,
+            routing_key=self._routing_key,
         )
         return [Place(request, delay_s)]
 

@@ -39,7 +39,7 @@ def figures(simulation: Simulation, slo: Slo) -> Figures:
         "requests": len(simulation.requests),
         "rejected": len(simulation.requests) - len(served),
         "attempts": sum(request.attempts for request in served),
-        "retractions": sum(worker.scheduler.decode.retractions for worker in decode),
+        "retractions": sum(worker.scheduler.decode.retractions.total() for worker in decode),
         "throughput.requests_ps": len(served) / span,
         "throughput.output_tokens_ps": sum(request.tokens for request in served) / span,
         "goodput_rps": good / span,

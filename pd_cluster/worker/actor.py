@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import ray
 import torch
@@ -31,6 +32,7 @@ from pd_cluster.types import (
     FirstToken,
     Message,
     Output,
+    MakeRoom,
     OutputBatch,
     PagesWritten,
     PrefillAborted,
@@ -38,6 +40,7 @@ from pd_cluster.types import (
     ReportReply,
     Role,
     Route,
+    RetractionPolicy,
     StartAttempt,
     StartPrefill,
     WorkerId,
@@ -81,6 +84,7 @@ POSTED = (
     StartPrefill,
     AbortPrefill,
     PagesWritten,
+    MakeRoom,
     FirstToken,
     PrefillFailed,
     PrefillAborted,
@@ -134,6 +138,7 @@ class WorkerActor:
             prefill_s=config.timeouts.prefill_s,
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
+            step_tokens=config.max_prefill_tokens,
         )
         self.kv_feed = KvFeed(self.id, cache, self._tell_coordinator)
         self._stopping = threading.Event()
@@ -142,6 +147,7 @@ class WorkerActor:
         threading.Thread(target=self._report_forever, name="reports", daemon=True).start()
 
     # --- methods for other actors ---
+        self._report_now = threading.Event()  # there is room that somebody may wait for
 
     @ray.method(concurrency_group="messages")
     async def post(self, incarnation: str, data: bytes) -> bool:
@@ -191,6 +197,7 @@ class WorkerActor:
     async def flush(self) -> int:
         """Empties the prefix cache of all that no request uses; the tokens that became free."""
         return await self._ask(lambda: self.scheduler.cache.reset() * self.config.page_size)
+            "retractions": self.scheduler.decode.retractions.total(),
 
     @ray.method(concurrency_group="control")
     async def validate(self) -> None:
@@ -298,6 +305,8 @@ class WorkerActor:
 
     def _post(self, worker: WorkerId, message: Message) -> None:
         def lost() -> None:
+                    if instruction.output.outcome == "retracted":
+                        self._report_now.set()
             # Only once nothing of it can land any more; else the transport will tell.
             if self.transport.agent.peer_is_quiet(str(worker)):
                 self._mailbox.put(PeerLost(worker))
@@ -338,8 +347,10 @@ class WorkerActor:
     # --- reports ---
 
     def _report_forever(self) -> None:
-        while not self._stopping.wait(self.config.timeouts.heartbeat_s):
-            report = self._question(self._report).result()
+        while not self._stopping.is_set():
+            self._report_now.wait(self.config.timeouts.heartbeat_s)
+            self._report_now.clear()
+            report, counted = self._question(lambda: (self._report(), self._snapshot())).result()
             try:
                 ref = self.peers.handle(COORDINATOR).report.remote(encode(report))
                 reply = decode(ref.future().result(timeout=10), ReportReply)
@@ -353,11 +364,15 @@ class WorkerActor:
                     logger.error("refused by the coordinator: %s", reply.error)
 
     def _report(self) -> WorkerReport:
+            self._mailbox.put(partial(self._adopt, reply.retraction_policy))
         scheduler = self.scheduler
         size = self.config.page_size
         return WorkerReport(
             worker=self.id,
             role=self.role,
+    def _adopt(self, policy: RetractionPolicy) -> None:
+        self.scheduler.decode.retraction_policy = policy
+
             signature=self.signature,
             capacity=self.config.max_total_tokens,
             available=scheduler.cache.available() * size,
@@ -392,6 +407,6 @@ class WorkerActor:
             transfer_avoided_bytes=sequences.resident_pages * page_bytes,
             transfer_descriptors=self.transport.agent.statistics().descriptors_written,
             transfer_failures=dict(prefill.failed_transfers),
-            retractions={"length": sequences.retractions} if sequences.retractions else {},
+            retractions=dict(sequences.retractions),
             retracted_tokens=sequences.retracted_tokens,
         )

@@ -12,120 +12,44 @@ sequence is `closing` or `draining`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import Literal
 
 import numpy as np
 
 from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.cache.tier_books import Promotion
 from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Draw
-from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
     CancelAttempt,
     FinishReason,
     FirstToken,
-    IntArray,
+    MakeRoom,
     Outcome,
     Output,
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
     Region,
+    RetractionPolicy,
     Sources,
     StartAttempt,
     StartPrefill,
     TokenLogprobs,
     WorkerId,
     pack_ints,
-    unpack_ints,
 )
 from pd_cluster.worker.instructions import Deliver, Instruction, Row, Send
-from pd_cluster.worker.page_table import PageTable, common_prefix
+from pd_cluster.worker.page_table import common_prefix, freed_by
 from pd_cluster.worker.prefill import WAIT_FOR_PREFIX
-
-SequenceState = Literal[
-    "awaiting", "computing", "reserved", "landing", "running", "closing", "draining", "done"
-]
-
-SEQUENCE_TRANSITIONS: Transitions[SequenceState] = {
-    ("awaiting", "computing"): "pages allocated, the tail is computed here",
-    ("awaiting", "reserved"): "pages reserved, prefill asked",
-    ("awaiting", "done"): "refused, cancelled or out of time",
-    ("computing", "running"): "first token sampled here",
-    ("computing", "done"): "ended with its first token, or early",
-    ("reserved", "landing"): "first token is here, pages are not",
-    ("reserved", "running"): "first token and all pages are here",
-    ("reserved", "closing"): "ended with its first token, pages are not here",
-    ("reserved", "draining"): "cancelled or failed while pages may land",
-    ("reserved", "done"): "ended, and nothing can land any more",
-    ("landing", "running"): "all pages are here",
-    ("landing", "draining"): "cancelled or failed while pages may land",
-    ("landing", "done"): "prefill worker failed or died",
-    ("running", "done"): "finished, cancelled or retracted",
-    ("closing", "draining"): "the pages did not come in time",
-    ("closing", "done"): "all pages are here, or none can come any more",
-    ("draining", "done"): "nothing can land any more",
-}
-
-# States in which a prefill worker may still write to, or read from, the sequence's pages.
-RECEIVING: tuple[SequenceState, ...] = ("reserved", "landing", "closing", "draining")
+from pd_cluster.worker.retraction import enough, in_order
+from pd_cluster.worker.sequence import HOLDING, RECEIVING, Sequence, SequenceState
 
 # Pages that a new reservation leaves for each running sequence to grow into, in tokens.
 GROWTH_TOKENS = 16
-
-
-class Sequence(Tracked[SequenceState]):
-    """One attempt. `tokens[:kv_len]` have their KV in the table's pages."""
-
-    def __init__(self, request: StartAttempt, cache: PrefixCache, now: float) -> None:
-        super().__init__(f"attempt {request.attempt}", "awaiting", SEQUENCE_TRANSITIONS, now)
-        self.request = request
-        start = unpack_ints(request.tokens)
-        self._tokens = np.empty(len(start) + 64, np.int32)
-        self._tokens[: len(start)] = start
-        self.length = self.start_len = len(start)
-        self.deadline = self.request_deadline = now + request.timeout_s
-        self.awaits: AttemptId | None = None
-        self.promotion: Promotion | None = None  # what of it comes up from lower tiers
-        self.looked_below = False
-        self.host_hit = self.disk_hit = 0  # of `resident`
-        self.table = PageTable(cache)
-        self.resident = 0  # prompt tokens that were here when the pages were reserved
-        self.in_flight: IntArray = np.empty(0, np.int32)  # pages that prefill may touch
-        self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
-        self.kv_len = 0
-        self.ended = False  # the gateway has been told the outcome
-        self.finished = False  # that was its last token
-
-    @property
-    def attempt(self) -> AttemptId:
-        return self.request.attempt
-
-    @property
-    def tokens(self) -> IntArray:
-        return self._tokens[: self.length]
-
-    @property
-    def start(self) -> IntArray:
-        """What the attempt began with: the prompt, and the answer of earlier attempts."""
-        return self._tokens[: self.start_len]
-
-    @property
-    def num_output(self) -> int:
-        """Tokens of the answer so far, those of earlier attempts included."""
-        return self.length - self.request.prompt_len
-
-    def append(self, token: int) -> None:
-        if self.length == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty(self.length, np.int32)])
-        self._tokens[self.length] = token
-        self.length += 1
 
 
 class DecodeSequences:
@@ -166,8 +90,10 @@ class DecodeSequences:
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.decode_hit_tokens = 0
-        self.retractions = 0
+        # By policy, or "preemption" where a higher priority took the place.
+        self.retractions: Counter[str] = Counter()
         self.retracted_tokens = 0
+        self.retraction_policy: RetractionPolicy = "length"  # the coordinator says which
 
     # --- events ---
 
@@ -259,24 +185,40 @@ class DecodeSequences:
             except OutOfPages:
                 if self.tiers is not None and self.tiers.copying_out:
                     return [], out  # pages that are being copied come back
-                if len(running) == 1 and self.count("computing", *RECEIVING):
-                    return [], out  # their pages come back, or they become victims themselves
-                victim = min(running, key=lambda seq: (seq.num_output, -seq.request.prompt_len))
-                self.retractions += 1
-                self.retracted_tokens += victim.kv_len
-                message = "retracted: out of KV pages"
-                out.append(self._end_output(victim, "retracted", message))
-                out += self._leave(victim, now, message)
+                if len(running) > 1:
+                    victim = self._victim(running, short)
+                    out += self._retract(victim, self.retraction_policy, "out of KV pages", now)
+                elif self._has_all(running[0]):
+                    out += self._fail_too_large(running[0], now)
+                else:
+                    return [], out  # others' pages come back, or they become victims themselves
         for index, seq in enumerate(short):
             seq.table.grow(fresh[index : index + 1])
         return [self._row(seq, seq.length) for seq in running], out
 
-    def plan_local(self, budget: int) -> list[Row]:
-        """Rows of at most `budget` tokens of the prompts that are computed here."""
+    def make_room(self, message: MakeRoom, now: float) -> list[Instruction]:
+        """Retracts what the coordinator says may go, if that makes enough room for another."""
+        available = self.cache.available() * self.page_size
+        if available >= message.tokens and len(self.sequences) < self.max_running:
+            return []
+        aside = dict(message.candidates)
+        holding = [
+            self.sequences[attempt]
+            for attempt in aside
+            if attempt in self.sequences and self.sequences[attempt].state in HOLDING
+        ]
+        order = in_order(self.retraction_policy, holding)
+        out: list[Instruction] = []
+        for victim in enough(order, message.tokens, available, aside):
+            out += self._retract(victim, "preemption", "a higher priority needs its place", now)
+        return out
+
+    def plan_local(self, budget: int, chunk: int) -> list[Row]:
+        """Rows of the prompts that are computed here: `budget` tokens together, `chunk` each."""
         rows: list[Row] = []
         for seq in self.sequences.values():
             if seq.state == "computing" and budget > 0:
-                rows.append(self._row(seq, min(seq.start_len, seq.kv_len + budget)))
+                rows.append(self._row(seq, min(seq.start_len, seq.kv_len + min(budget, chunk))))
                 budget -= len(rows[-1].tokens)
         return rows
 
@@ -510,6 +452,31 @@ class DecodeSequences:
             end = min(end, request.prompt_len)
         tokens = seq.tokens[:end]
         seq.table.publish(tokens, request.namespace, now=now, priority=request.priority)
+
+    def _victim(self, running: list[Sequence], short: list[Sequence]) -> Sequence:
+        """The first in the policy's order whose leaving helps: whose pages are not all shared, or
+        who needs one itself.
+        """
+        return next(
+            seq
+            for seq in in_order(self.retraction_policy, running)
+            if seq in short or freed_by([seq.table])
+        )
+
+    def _retract(self, seq: Sequence, cause: str, why: str, now: float) -> list[Instruction]:
+        self.retractions[cause] += 1
+        self.retracted_tokens += seq.kv_len
+        message = f"retracted: {why}"
+        return [self._end_output(seq, "retracted", message), *self._abandon(seq, now, message)]
+
+    def _has_all(self, seq: Sequence) -> bool:
+        """Whether nobody else holds a page of the pool."""
+        return self.cache.available() + freed_by([seq.table]) == self.cache.pool.num_pages
+
+    def _fail_too_large(self, seq: Sequence, now: float) -> list[Instruction]:
+        tokens = self.cache.pool.num_pages * self.page_size
+        message = f"{seq.length} tokens do not fit into the {tokens} of {self.worker}, even alone"
+        return [self._end_output(seq, "failed", message), *self._leave(seq, now, message)]
 
     def _abandon(self, seq: Sequence, now: float, why: str) -> list[Instruction]:
         """Ends a sequence whose client wants no more of it."""

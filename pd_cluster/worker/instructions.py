@@ -12,6 +12,7 @@ from pd_cluster.types import (
     CancelAttempt,
     FirstToken,
     IntArray,
+    MakeRoom,
     Message,
     Output,
     PagesWritten,
@@ -51,6 +52,7 @@ class GatewayLost:
 Event = (
     StartAttempt
     | CancelAttempt
+    | MakeRoom
     | StartPrefill
     | AbortPrefill
     | PagesWritten

@@ -8,6 +8,9 @@ One lock on `node`, the deepest node of the shared part, protects all of it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import numpy as np
 
 from pd_cluster.cache.node import Node
@@ -117,6 +120,19 @@ class PageTable:
 
     def _set(self, pages: IntArray) -> None:
         self._pages, self.num_pages = pages, len(pages)
+
+
+def freed_by(tables: Iterable[PageTable]) -> int:
+    """Pages that could be allocated again if all of these were closed: those that nobody shares."""
+    pages = 0
+    locks: Counter[Node] = Counter()
+    for table in tables:
+        pages += table.num_pages - table.published
+        node = table.node
+        while node is not None and node.parent is not None:
+            locks[node] += 1
+            node = node.parent
+    return pages + sum(len(node.pages) for node, count in locks.items() if count == node.lock_ref)
 
 
 def common_prefix(one: IntArray, other: IntArray) -> int:

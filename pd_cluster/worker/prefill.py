@@ -195,9 +195,11 @@ class PrefillJobs:
     # --- steps ---
 
     def plan(
-        self, budget: int, now: float
+        self, budget: int, now: float, chunk: int
     ) -> tuple[list[Row], list[tuple[int, int]], list[Instruction]]:
-        """Rows of at most `budget` tokens, page copies to make before, transfers to start now."""
+        """Rows of at most `budget` tokens together and `chunk` each, page copies to make before,
+        transfers to start now.
+        """
         rows: list[Row] = []
         copies: list[tuple[int, int]] = []
         out: list[Instruction] = []
@@ -220,7 +222,7 @@ class PrefillJobs:
                 copies += more
                 out += started
             if job.state == "running":
-                row = self._row(job, budget)
+                row = self._row(job, min(budget, chunk))
                 budget -= len(row.tokens)
                 rows.append(row)
         return rows, copies, out

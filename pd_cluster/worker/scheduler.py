@@ -17,6 +17,7 @@ from pd_cluster.types import (
     AbortPrefill,
     CancelAttempt,
     FirstToken,
+    MakeRoom,
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
@@ -53,6 +54,7 @@ class WorkerScheduler:
         eos_token_ids: Iterable[int],
         max_running: int,
         chunk_tokens: int,
+        step_tokens: int | None = None,
         local_tokens: int,
         keep_answers: bool = True,
         prefill_s: float,
@@ -63,7 +65,9 @@ class WorkerScheduler:
         self.tiers = cache if isinstance(cache, TieredCache) else None
         self.worker = worker
         self._planned = 0.0
+        # Prompt tokens of a step: of one prompt, and of all of them.
         self.chunk_tokens = chunk_tokens
+        self.step_tokens = step_tokens or chunk_tokens
         self.local_tokens = local_tokens
         self.prefill = PrefillJobs(cache, eos_token_ids)
         self.decode = DecodeSequences(
@@ -83,6 +87,8 @@ class WorkerScheduler:
         match event:
             case StartAttempt():
                 return self.decode.start(event, now)
+            case MakeRoom():
+                return self.decode.make_room(event, now)
             case CancelAttempt():
                 return self.decode.cancel(event, now)
             case StartPrefill():
@@ -123,9 +129,10 @@ class WorkerScheduler:
         self._planned = now
         decode, out = self.decode.plan(now)
         # Running sequences wait for a whole step: with them in it, a local prompt comes in slices.
-        local = self.decode.plan_local(self.local_tokens if decode else self.chunk_tokens)
-        budget = self.chunk_tokens - sum(len(row.tokens) for row in local)
-        prefill, copies, more = self.prefill.plan(budget, now)
+        local_budget = self.local_tokens if decode else self.step_tokens
+        local = self.decode.plan_local(local_budget, self.chunk_tokens)
+        budget = self.step_tokens - sum(len(row.tokens) for row in local)
+        prefill, copies, more = self.prefill.plan(budget, now, self.chunk_tokens)
         copies, self.decode.copies = self.decode.copies + copies, []
         rows = local + prefill
         batch = Batch(decode, rows, copies) if decode or rows else None

@@ -48,6 +48,11 @@ def test_config_file(run: Run, tmp_path: Path, text: str, wanted: list[str]) -> 
         (["--set", "port.x=1"], ["--set port.x=1", "port is not a section"]),
         (["--set", "model=["], ["--set model=[", "not YAML"]),
         (["--dtype", "int8"], ["'dtype'", "float32", "bfloat16"]),
+        (["--schedule-policy", "best"], ["'schedule_policy'", "fcfs", "dfs-weight"]),
+        (["--retraction-policy", "youngest"], ["'retraction_policy'", "length", "priority"]),
+        (["--schedule-conservativeness", "0"], ["'schedule_conservativeness'", "greater than 0"]),
+        (["--max-queued-per-tenant", "0"], ["'max_queued_per_tenant'", "greater than or equal"]),
+        (["--placement", "best"], ["'placement'", "cost", "round_robin"]),
         (["--prefill", "0"], ["'prefill'", "greater than or equal to 1"]),
         (["--radix-eviction-policy", "random"], ["'radix_eviction_policy'", "lru", "slru"]),
         (["--radix-eviction-policy-config", "{"], ["--radix-eviction-policy-config", "not JSON"]),
@@ -82,7 +87,7 @@ def test_later_sources_win(run: Run, tmp_path: Path) -> None:
     assert "got 7" in run(*arguments).error
 
 
-@pytest.mark.parametrize("option", ["--page-sise", "--tp-size", "--retraction-policy"])
+@pytest.mark.parametrize("option", ["--page-sise", "--tp-size", "--rectraction-policy"])
 def test_unknown_option(run: Run, option: str) -> None:
     outcome = run("serve", option, "16")
     assert outcome.code == 2

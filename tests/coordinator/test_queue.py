@@ -32,8 +32,10 @@ def make_queue(policy: str, *entries: tuple[PlaceRequest, Sequence[int], int]) -
     return queue
 
 
-def order(queue: Queue, work: dict[str, int] | None = None, **running: int) -> str:
-    entries, _ = queue.order(work or {}, running)
+def order(
+    queue: Queue, work: dict[str, int] | None = None, now: float = 0.0, **running: int
+) -> str:
+    entries, _ = queue.order(work or {}, running, now)
     return "".join(entry.request.attempt.request for entry in entries)
 
 
@@ -84,7 +86,7 @@ def test_nobody_starves(policy: str) -> None:
         new = request(f"n{number}", max_tokens=99, priority=5, routing_key="x")
         queue.add(new, [1, number], 0.0).matched = 100
     for placed in range(3 * OLDEST_EVERY):
-        entries, _ = queue.order({}, {"x": 10})
+        entries, _ = queue.order({}, {"x": 10}, 0.0)
         chosen = entries[0]
         queue.remove(chosen.request.attempt)
         queue.placed(chosen)
@@ -101,16 +103,16 @@ def test_the_oldests_turn_says_so_and_ends_with_it() -> None:
     for number in range(OLDEST_EVERY):
         queue.add(request(f"n{number}", max_tokens=9), [], 0.0)
     for _ in range(OLDEST_EVERY - 1):
-        entries, due = queue.order({}, {})
+        entries, due = queue.order({}, {}, 0.0)
         assert not due
         queue.remove(entries[0].request.attempt)
         queue.placed(entries[0])
-    entries, due = queue.order({}, {})
+    entries, due = queue.order({}, {}, 0.0)
     assert due
     assert entries[0].request.attempt.request == "a"
     queue.remove(entries[0].request.attempt)
     queue.placed(entries[0])
-    assert not queue.order({}, {})[1]
+    assert not queue.order({}, {}, 0.0)[1]
 
 
 def test_tenants_take_turns_by_the_work_they_have() -> None:

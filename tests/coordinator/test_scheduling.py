@@ -292,6 +292,31 @@ def test_a_retraction_makes_admission_careful() -> None:
 # --- tenants and priorities ---
 
 
+def test_the_configuration_reaches_the_coordinator() -> None:
+    config = Config.model_validate(
+        {
+            "placement": "cost",
+            "itl_limit_s": 0.2,
+            "local_prefill_size": 32,
+            "schedule_policy": "lof",
+            "schedule_conservativeness": 0.5,
+            "enable_priority_scheduling": True,
+            "max_queued_per_tenant": 3,
+            "max_running_per_tenant": 2,
+            "retraction_policy": "priority",
+        }
+    )
+    state = CoordinatorState(config)
+    settings = state.scheduling
+    assert (settings.placement, settings.schedule_policy) == ("cost", "lof")
+    assert (settings.limits.itl_limit_s, settings.limits.chunk_tokens) == (0.2, 32)
+    assert (settings.max_queued_per_tenant, settings.max_running_per_tenant) == (3, 2)
+    assert settings.enable_priority_scheduling
+    assert state.ratio.initial == pytest.approx(0.35)
+    reply, _ = state.report(report("decode-0"), 0.0)
+    assert reply.retraction_policy == "priority"
+
+
 def test_a_tenants_limits_are_its_own() -> None:
     limits = replace(COST, max_running_per_tenant=1, max_queued_per_tenant=1)
     state = cluster(scheduling=limits)

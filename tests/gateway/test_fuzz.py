@@ -29,7 +29,13 @@ OPERATIONS = [
 @pytest.fixture
 def cluster(make_cluster: Callable[[Config], FakeCluster]) -> FakeCluster:
     config = validate_config(
-        {"max_total_tokens": CAPACITY, "context_length": CONTEXT, "admin_key": "k"}
+        {
+            "max_total_tokens": CAPACITY,
+            "context_length": CONTEXT,
+            "admin_key": "k",
+            "enable_priority_scheduling": True,
+            "schedule_policy": "routing-key",
+        }
     )
     cluster = make_cluster(config)
     cluster.reply = [72, 200, 3, 256, EOS]

@@ -170,6 +170,7 @@ def test_the_next_attempt_goes_on_where_the_client_is(outcome):
     asked = place.request
     assert asked.attempt == attempt(2)
     assert (asked.prompt_len, asked.max_tokens, asked.resumed) == (7, 7, True)
+    assert asked.retractions == (outcome == "retracted")
     (submit,) = run(state, placed(2, OTHER))
     assert unpack_ints(submit.message.tokens).tolist() == [*PROMPT, 20, 21, 22]
     assert submit.message.prompt_len == 4
@@ -270,7 +271,7 @@ def test_a_request_that_was_admitted_outlives_a_rejection(tokens):
     run(state, Started(), placed(1), output(1, *tokens, sources=SOURCES), WorkerLost(DECODE))
     (place,) = run(state, rejected(2))
     assert place.request.attempt == attempt(3)
-    assert place.request.resumed == bool(tokens)
+    assert place.request.resumed
     assert place.delay_s == 2.0
     (place,) = run(state, rejected(3, status=429, retry_after_s=None))
     assert place.request.attempt == attempt(4)

@@ -179,6 +179,27 @@ def test_stale_and_unknown_messages_are_ignored() -> None:
     assert world.answer(attempt) == expected_answer(prompt_of(10), 8)
 
 
+@pytest.mark.parametrize(("step_tokens", "sizes"), [(None, [10]), (25, [10, 10, 5]), (4, [4])])
+def test_a_step_has_room_for_chunks_of_several_prompts(
+    step_tokens: int | None, sizes: list[int]
+) -> None:
+    """`chunked_prefill_size` bounds one prompt's part of it, `max_prefill_tokens` all of them."""
+    world = World.make(1, chunk=10)
+    prefill = world.worker("prefill-0")
+    prefill.scheduler.step_tokens = step_tokens or prefill.scheduler.step_tokens
+    asked = [world.request(prompt_of(40, seed=seed), name=str(seed)) for seed in range(4)]
+    while world.worker("decode-0").mailbox or prefill.mailbox:
+        for worker in world.workers:
+            if worker.mailbox:
+                world._do("mail", worker)
+    batch, _ = prefill.scheduler.plan(world.now)
+    assert batch is not None
+    assert [len(row.tokens) for row in batch.prefill] == sizes
+    finish(world)
+    for seed, attempt in enumerate(asked):
+        assert world.answer(attempt) == expected_answer(prompt_of(40, seed=seed), 8)
+
+
 def test_memory_pressure_retracts_and_resumes() -> None:
     """Case 13 and 15: answers that outgrow the pool go on later, with the same tokens."""
     world = World.make(11, pages=64)
