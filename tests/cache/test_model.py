@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import pytest
@@ -45,6 +45,8 @@ class Sequence:
 
 class CacheMachine(RuleBasedStateMachine):
     page_size: int
+    # Of all examples of a class, to tell how long a run really was.
+    operations: ClassVar[int] = 0
 
     @initialize(policy=st.sampled_from(POLICIES), num_pages=st.integers(3, 24))
     def start_worker(self, policy: str, num_pages: int) -> None:
@@ -286,6 +288,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_the_models(self) -> None:
+        type(self).operations += 1
         assert self.cache.counts() == self.expected_counts()
         self.cache.validate()
 
@@ -343,4 +346,7 @@ def test_cache_and_model_agree(machine: type[CacheMachine]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_cache_and_model_agree_for_long(machine: type[CacheMachine]) -> None:
-    run(machine, examples=2000, steps=100)
+    """A million operations over the three page sizes."""
+    machine.operations = 0
+    run(machine, examples=6000, steps=100)
+    assert machine.operations >= 1_000_000 / len(MACHINES)
