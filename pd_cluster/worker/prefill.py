@@ -66,7 +66,8 @@ JOB_TRANSITIONS: Transitions[JobState] = {
 TOMBSTONE_S = 600.0
 MAX_TOMBSTONES = 10_000
 
-# A prefix that is being computed or sent is waited for if it saves at least this many tokens.
+# A shared prefix of at least this many tokens is waited for: on prefill while it is computed, on
+# decode if it saves so many.
 WAIT_FOR_PREFIX = 64
 
 
@@ -207,7 +208,7 @@ class PrefillJobs:
             if budget <= 0:
                 break
             if job.state == "waiting":
-                if self._computed_now(job, rows, now) or not self._promoted(job, now):
+                if self._computed_now(job, now) or not self._promoted(job, now):
                     continue
                 try:
                     more, started = self._admit(job, now)
@@ -357,20 +358,19 @@ class PrefillJobs:
         job.move("running", now, error and f"read failed: {error}")
         return self._send(job, job.computed // self.page_size)
 
-    def _computed_now(self, job: Job, rows: list[Row], now: float) -> bool:
-        """Whether this very step computes a long prefix of the job: then it waits for one step."""
-        if not rows:
-            return False
+    def _computed_now(self, job: Job, now: float) -> bool:
+        """Whether a long prefix of the job is being computed: then it waits until that part is."""
         shared = 0
-        for row in rows:
-            other = self.jobs[row.attempt]
+        for other in self.jobs.values():
+            if other.state not in ("pulling", "running"):
+                continue
             if other.request.namespace == job.request.namespace:
-                shared = max(shared, common_prefix(job.tokens, other.tokens[: row.end]))
+                shared = max(shared, common_prefix(job.tokens, other.tokens))
         if shared < WAIT_FOR_PREFIX and shared < len(job.tokens):
             return False
         match = self.cache.match(job.tokens, job.request.namespace, now=now, count_hit=False)
-        saves = shared - match.length
-        return saves >= WAIT_FOR_PREFIX or (shared == len(job.tokens) and saves > 0)
+        # Only whole pages are there to be found.
+        return shared // self.page_size * self.page_size > match.length
 
     def _row(self, job: Job, budget: int) -> Row:
         request = job.request

@@ -1,0 +1,69 @@
+"""A burst that shares prefixes computes each of them once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.worker.harness import World, expected_answer
+from tests.worker.test_scheduler import finish, prompt_of
+
+GROUPS, REQUESTS = 8, 64
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("decode", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_burst_computes_each_shared_prefix_once(
+    seed: int, decode: int, page_size: int
+) -> None:
+    """64 requests of 8 prefix groups in one instant, interleaved: as many tokens are computed as
+    the prefixes have, and at most one a request. Who shares what is being computed waits for it.
+    """
+    length = 200
+    # Chunks of odd sizes: what is left of a step's budget must not start a prefix twice.
+    chunk = [32, 70, 90, 333][seed % 4]
+    world = World.make(seed, pages=40_000, page_size=page_size, chunk=chunk, decode=decode)
+    prefill = world.worker("prefill-0").scheduler
+    prefill.step_tokens = prefill.chunk_tokens * (1 + seed // 4)
+    groups = [prompt_of(length, seed=100 + group) for group in range(GROUPS)]
+    asked = {}
+    for number in range(REQUESTS):
+        tail = np.full(page_size, number % 40 + 1, np.int32)
+        # Whole prefixes, and prefixes with an own token: on a page's end, so that all is published.
+        prompt = groups[number % GROUPS]
+        if number % 16 >= GROUPS:
+            prompt = np.concatenate([prompt, tail])
+        attempt = world.request(
+            prompt,
+            name=str(number),
+            max_tokens=3,
+            ignore_eos=True,
+            decode=f"decode-{number // GROUPS % decode}",
+        )
+        asked[attempt] = prompt
+    finish(world)
+    for attempt, prompt in asked.items():
+        assert world.answer(attempt) == expected_answer(prompt, 3, ignore_eos=True)
+    computed = prefill.prefill.computed_tokens
+    # Of each request its own token (a page of them), or the last one, for the logits.
+    own = sum(max(1, len(prompt) - length) for prompt in asked.values())
+    assert GROUPS * length <= computed <= GROUPS * length + own
+
+
+def test_prompts_that_share_little_do_not_wait_for_each_other() -> None:
+    """A chat template's first tokens are no reason to compute one prompt after another."""
+    world = World.make(1, pages=4000, chunk=50)
+    prefill = world.worker("prefill-0").scheduler
+    prefill.step_tokens = 100
+    shared = prompt_of(20)
+    for number in range(2):
+        own = prompt_of(100, seed=number + 5)
+        world.request(np.concatenate([shared, own]), name=str(number))
+    while world.worker("decode-0").mailbox or world.worker("prefill-0").mailbox:
+        for worker in world.workers:
+            if worker.mailbox:
+                world._do("mail", worker)
+    batch, _ = prefill.plan(world.now)
+    assert batch is not None
+    assert [len(row.tokens) for row in batch.prefill] == [50, 50]
