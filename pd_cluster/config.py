@@ -103,6 +103,12 @@ class Config(_Section):
 
     host: str = "127.0.0.1"
     port: int = Field(30000, ge=0, le=65535, description="0: any free port")
+    metrics_port: int | None = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="of the whole cluster's metrics, beside the coordinator; 0: any, null: none",
+    )
     admin_key: str | None = Field(None, min_length=1)
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="one of them is needed for every request; none: open to all"
@@ -167,12 +173,6 @@ class Config(_Section):
     placement: Literal["cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"] = (
         "least_loaded"
     )
-    max_running_requests: int = Field(64, ge=1, description="sequences of a decode worker")
-    max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
-    max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")
-
-    resources: ResourcesConfig = ResourcesConfig()
-    transfer: TransferConfig = TransferConfig()
     itl_limit_s: float = Field(
         0.05,
         gt=0,
@@ -196,6 +196,12 @@ class Config(_Section):
     max_running_per_tenant: int | None = Field(
         None, ge=1, description="placed requests of one API key, or one cache_salt without keys"
     )
+    max_running_requests: int = Field(64, ge=1, description="sequences of a decode worker")
+    max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
+    max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")
+
+    resources: ResourcesConfig = ResourcesConfig()
+    transfer: TransferConfig = TransferConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @field_validator("chat_template")
@@ -220,12 +226,6 @@ class Config(_Section):
             raise ValueError("nothing to extend with disable_radix_cache")
         return value
 
-    def keeps_prefixes(self, role: str) -> bool:
-        """Whether workers of that role have a prefix cache."""
-        return self.disable_radix_cache not in (True, role)
-
-    @property
-    def num_pages(self) -> int:
     @field_validator("itl_limit_s")
     @classmethod
     def _local_route(cls, value: float, info: Any) -> float:
@@ -240,6 +240,12 @@ class Config(_Section):
         policies = (self.schedule_policy, self.retraction_policy, self.radix_eviction_policy)
         return self.enable_priority_scheduling or "priority" in policies
 
+    def keeps_prefixes(self, role: str) -> bool:
+        """Whether workers of that role have a prefix cache."""
+        return self.disable_radix_cache not in (True, role)
+
+    @property
+    def num_pages(self) -> int:
         return self.max_total_tokens // self.page_size
 
 

@@ -54,6 +54,7 @@ LAYERS = {
     "pd_cluster.worker.transport": 5,
     "pd_cluster.nodes": 6,
     "pd_cluster.peers": 6,
+    "pd_cluster.observability.scrape": 7,
     "pd_cluster.worker.actor": 7,
     "pd_cluster.coordinator.actor": 7,
     "pd_cluster.gateway.*": 8,

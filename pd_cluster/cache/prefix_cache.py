@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +88,8 @@ class PrefixCache:
         self._hits = 0
         self._evicted = 0
         self._idle_before_eviction = 0.0
+        # Around each eviction, for whoever wants to know how long they take: a cache has no clock.
+        self.stopwatch: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def match(
         self, tokens: Tokens, namespace: str | None = None, *, now: float, count_hit: bool
@@ -143,6 +147,10 @@ class PrefixCache:
 
         Whole leaves go, so more may become free. Returns how many did.
         """
+        with self.stopwatch():
+            return self._evict(num_pages, now)
+
+    def _evict(self, num_pages: int, now: float) -> int:
         victims: list[Node] = []
         parents: list[Node] = []
         freed = 0

@@ -13,7 +13,12 @@ import ray
 from pd_cluster.config import Config
 from pd_cluster.coordinator.state import Answer, CoordinatorState
 from pd_cluster.coordinator.wire import decode_update
-from pd_cluster.observability.snapshots import CoordinatorSnapshot, WorkerStatus
+from pd_cluster.observability.scrape import MetricsEndpoint
+from pd_cluster.observability.snapshots import (
+    CoordinatorSnapshot,
+    WorkerSnapshot,
+    WorkerStatus,
+)
 from pd_cluster.peers import ClusterSpec, Peers
 from pd_cluster.types import (
     AttemptEnded,
@@ -41,6 +46,17 @@ class CoordinatorActor:
         # Notified when the state may want to be woken earlier than at the next tick.
         self._lock = threading.Condition()
         self._waiting: dict[AttemptId, list[Future[Placement | Rejection]]] = {}
+        self.metrics = None
+        if config.metrics_port is not None:
+            self.metrics = MetricsEndpoint(
+                self.peers,
+                self._snapshot,
+                host=config.host,
+                port=config.metrics_port,
+                gateways=config.gateways,
+                model=config.served_model_name or spec.model_id,
+                heartbeat_s=config.timeouts.heartbeat_s,
+            )
         threading.Thread(target=self._tick_forever, name="tick", daemon=True).start()
 
     @ray.method(concurrency_group="place")
@@ -68,9 +84,11 @@ class CoordinatorActor:
             self._answer([Answer(event.attempt, withdrawn)])
 
     @ray.method(concurrency_group="reports")
-    async def report(self, data: bytes) -> bytes:
-        """WorkerReport → ReportReply."""
+    async def report(self, data: bytes, counted: WorkerSnapshot) -> bytes:
+        """WorkerReport → ReportReply. What the worker has counted is kept should it die."""
         report = decode(data, WorkerReport)
+        if self.metrics is not None:
+            self.metrics.workers.observe(counted)
         with self._lock:
             reply, answers = self.state.report(report, time.monotonic())
             self._answer(answers)
@@ -80,6 +98,10 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="reports")
     async def snapshot(self) -> CoordinatorSnapshot:
+        return self._snapshot()
+
+    def _snapshot(self) -> CoordinatorSnapshot:
+        now = time.monotonic()
         with self._lock:
             statistics = self.state.statistics
             return CoordinatorSnapshot(
@@ -89,14 +111,21 @@ class CoordinatorActor:
                         role=each.report.role,
                         state="ready",
                         host=each.report.host,
+                        silent_s=now - each.seen,
                     )
                     for each in self.state.workers.values()
+                ),
+                lost=tuple(
+                    WorkerStatus(worker=each.worker, role=each.role, state="lost")
+                    for each in self.state.lost.values()
                 ),
                 waiting=len(self.state.waiting),
                 running=len(self.state.leases),
                 placements={"remote": 0, **statistics.routes},
                 rejections=dict(statistics.rejections),
                 attempts=dict(statistics.outcomes),
+                leases_expired=statistics.leases_expired,
+                metrics_url=None if self.metrics is None else self.metrics.url,
             )
 
     @ray.method(concurrency_group="reports")
@@ -126,10 +155,10 @@ class CoordinatorActor:
                 self._answer(self.state.tick(time.monotonic()))
 
     def _answer(self, answers: list[Answer]) -> None:
+        for worker, order in self.state.take_orders():
+            self.peers.post(worker, order, lambda: None)
         for answer in answers:
             for future in self._waiting.pop(answer.attempt, []):
                 if not future.done():
                     future.set_result(answer.reply)
         self._lock.notify_all()
-        for worker, order in self.state.take_orders():
-            self.peers.post(worker, order, lambda: None)

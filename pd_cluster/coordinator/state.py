@@ -93,6 +93,7 @@ class CoordinatorState:
         self.rates = Rates(self.scheduling.priors)
         self.ratio = NewTokenRatio(self.scheduling.schedule_conservativeness)
         self.statistics = CoordinatorStatistics()
+        self.lost: dict[str, WorkerReport] = {}  # the last ones of workers that are gone
         self.explanations = Explanations()
         # When to call `tick` at the latest, because a worker will then be about to be free.
         self.wake_at = float("inf")
@@ -128,6 +129,7 @@ class CoordinatorState:
             if known is not None:
                 self._forget(known, now)
             known = self.cluster.join(report, now)
+            self.lost.pop(report.worker.name, None)
             self._policy.limits = self._limits()
         known.report, known.seen = report, now
         fleet = self.cluster.fleet(report.role)
@@ -473,6 +475,7 @@ class CoordinatorState:
 
     def _forget(self, worker: WorkerState, now: float) -> None:
         """A worker is gone: its leases end, the gateways will ask again."""
+        self.lost[worker.id.name] = worker.report
         for attempt in list(worker.placed):
             self._release(self.leases[attempt], now)
         if worker.report.role == "prefill":

@@ -27,6 +27,7 @@ from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
     ClusterSnapshot,
     CoordinatorSnapshot,
+    GatewaySnapshot,
     WorkerSnapshot,
 )
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
@@ -166,7 +167,7 @@ class GatewayActor:
             ),
         )
         self.gate = Gate()
-        self.metrics = GatewayMetrics(self.model.name)
+        self.metrics = GatewayMetrics(self.model.name, name)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._url: str | None = None
@@ -208,6 +209,9 @@ class GatewayActor:
     async def watch(self) -> None:
         """Never returns: it fails when this life of the gateway is over."""
         await asyncio.Event().wait()
+
+    async def metrics_snapshot(self) -> GatewaySnapshot:
+        return self.metrics.snapshot()
 
     @ray.method(num_returns=0)
     async def deliver(self, data: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import time
 from importlib.metadata import version
 from typing import Any
 
@@ -40,9 +39,7 @@ def admin_routes(services: Services) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        snapshot = await services.backend.snapshot()
-        text = services.metrics.render(snapshot, time.monotonic())
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(services.metrics.render(), media_type=CONTENT_TYPE)
 
     @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(role: str | None = None) -> Response:

@@ -1,8 +1,13 @@
-"""Metrics read from snapshots at scrape time; nothing is counted on the way of a token."""
+"""The whole cluster's metrics, made from snapshots at scrape time: nothing is counted on the way
+of a token.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,13 +18,17 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from pd_cluster.observability.hit_rate import HitRate
+from pd_cluster.observability.ledger import Ledger
+from pd_cluster.observability.metrics import FAMILIES, RETRACTED, RUNNING, STAGES, WAITING
 from pd_cluster.observability.snapshots import (
     ClusterSnapshot,
     CoordinatorSnapshot,
+    GatewaySnapshot,
     HistogramSnapshot,
+    SampleKey,
     WorkerSnapshot,
 )
-from pd_cluster.types import WorkerId
+from pd_cluster.types import RetractionPolicy, WorkerId
 
 _PER_WORKER = ["role", "worker"]
 _TOKEN_STATES = {
@@ -31,8 +40,12 @@ _TOKEN_STATES = {
 }
 # Metric name, text, field of WorkerSnapshot. Counter families leave `_total` to the client library.
 _WORKER_GAUGES = (
-    ("pd_num_requests_retracted", "Sequences that were retracted and wait.", "retracted"),
     ("pd_num_transfers_inflight", "Attempts whose pages are moving.", "transfers_in_flight"),
+    (
+        "pd_prefix_index_lag_seconds",
+        "Age of the oldest change of the cache that the coordinator has not confirmed.",
+        "index_lag_s",
+    ),
 )
 _WORKER_COUNTERS = (
     ("pd_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "cache_queries"),
@@ -46,68 +59,189 @@ _WORKER_COUNTERS = (
     ),
     ("pd_kv_transfer_descriptors", "Descriptors of transfers.", "transfer_descriptors"),
     ("pd_retracted_tokens", "Tokens whose KV was given up by retractions.", "retracted_tokens"),
+    (
+        "pd_tier_skipped_tokens",
+        "Tokens that were not copied to a lower tier for want of room.",
+        "tier_skipped_tokens",
+    ),
+    ("pd_tier_errors", "Operations of lower tiers that failed.", "tier_errors"),
 )
+# The values that a label always has, so that a rate has a first zero.
 _WORKER_LABELLED = (
-    ("pd_kv_transfer_failures", "Transfers that failed.", "reason", "transfer_failures"),
-    ("pd_retractions", "Sequences taken back under memory pressure.", "policy", "retractions"),
+    (
+        "pd_kv_transfer_failures",
+        "Transfers that failed.",
+        "reason",
+        "transfer_failures",
+        ("peer lost",),
+    ),
+    (
+        "pd_retractions",
+        "Sequences taken back under memory pressure.",
+        "policy",
+        "retractions",
+        get_args(RetractionPolicy),
+    ),
+    (
+        "pd_tier_loaded_tokens",
+        "Tokens brought up from a lower tier.",
+        "tier",
+        "tier_loaded_tokens",
+        (),
+    ),
+    (
+        "pd_tier_loaded_bytes",
+        "KV bytes brought up from a lower tier.",
+        "tier",
+        "tier_loaded_bytes",
+        (),
+    ),
+    (
+        "pd_tier_stored_tokens",
+        "Tokens written to a lower tier.",
+        "tier",
+        "tier_stored_tokens",
+        (),
+    ),
+    (
+        "pd_tier_stored_bytes",
+        "KV bytes written to a lower tier.",
+        "tier",
+        "tier_stored_bytes",
+        (),
+    ),
 )
 _WORKER_HISTOGRAMS = (
     ("pd_kv_transfer_seconds", "Time of a transfer.", "transfer_seconds"),
     ("pd_eviction_seconds", "Time of an eviction.", "eviction_seconds"),
 )
 _COORDINATOR_COUNTERS = (
-    ("pd_placements", "Attempts placed.", "route", "placements"),
-    ("pd_admission_rejected", "Attempts rejected.", "reason", "rejections"),
-    ("pd_attempts", "Attempts that ended.", "outcome", "attempts"),
+    (
+        "pd_placements",
+        "Attempts placed.",
+        "route",
+        "placements",
+        ("remote", "remote+pull", "local"),
+    ),
+    (
+        "pd_admission_rejected",
+        "Attempts rejected.",
+        "reason",
+        "rejections",
+        (
+            *("no_workers", "never_fits", "queue_full", "tenant_queue_full"),
+            *("queue_timeout", "deadline"),
+        ),
+    ),
+    (
+        "pd_attempts",
+        "Attempts that ended.",
+        "outcome",
+        "attempts",
+        ("finished", "aborted", "refused", "retracted", "failed"),
+    ),
 )
 
 
-class SnapshotCollector(Collector):
-    """Turns the latest snapshot into metric families.
+class ClusterCollector(Collector):
+    """`ask` gives the cluster's snapshot of now; the ledgers also know what earlier ones gave.
 
-    `running` and `waiting` give the gateway's own gauges.
+    A worker of which nothing was heard for `lost_after_s` seconds is counted as lost.
     """
 
-    def __init__(self) -> None:
-        self.running: Callable[[], int] = lambda: 0
-        self.waiting: Callable[[], int] = lambda: 0
-        self._snapshot = ClusterSnapshot()
+    def __init__(
+        self,
+        ask: Callable[[], ClusterSnapshot],
+        workers: Ledger[WorkerSnapshot],
+        gateways: Ledger[GatewaySnapshot],
+        *,
+        model: str,
+        lost_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._workers = workers
+        self._gateways = gateways
+        self._model = model
+        self._lost_after_s = lost_after_s
+        self._clock = clock
         self._hit_rates: dict[WorkerId, HitRate] = {}
+        self._lock = threading.Lock()
 
-    def update(self, snapshot: ClusterSnapshot, now: float) -> None:
-        self._snapshot = snapshot
-        present = {each.worker for each in snapshot.workers}
-        self._hit_rates = {key: rate for key, rate in self._hit_rates.items() if key in present}
-        for worker in snapshot.workers:
-            rate = self._hit_rates.setdefault(worker.worker, HitRate())
-            rate.observe(now, worker.cache_queries, worker.cache_hits)
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry would ask the cluster at registration otherwise."""
+        return []
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._load()
-        yield from self._workers(self._snapshot.workers)
-        yield from _coordinator(self._snapshot.coordinator or CoordinatorSnapshot())
+    def collect(self) -> list[Metric]:
+        snapshot = self._ask()
+        # Two who scrape at once must not get in each other's way.
+        with self._lock:
+            for worker in snapshot.workers:
+                self._workers.observe(worker)
+            for gateway in snapshot.gateways:
+                self._gateways.observe(gateway)
+            coordinator = snapshot.coordinator or CoordinatorSnapshot()
+            return [
+                *self._load(snapshot, coordinator),
+                *self._states(snapshot, coordinator),
+                *self._caches(snapshot.workers),
+                *_worker_counters(self._workers.totals()),
+                *_coordinator(coordinator),
+                *self._requests(),
+            ]
 
-    def _load(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily(
-            "pd_num_requests_running", "Requests or sequences at work.", labels=_PER_WORKER
+    def _load(
+        self, snapshot: ClusterSnapshot, coordinator: CoordinatorSnapshot
+    ) -> Iterator[Metric]:
+        running = GaugeMetricFamily(*RUNNING, labels=_PER_WORKER)
+        waiting = GaugeMetricFamily(*WAITING, labels=_PER_WORKER)
+        retracted = GaugeMetricFamily(*RETRACTED, labels=_PER_WORKER)
+        running.add_metric(["coordinator", "coordinator"], coordinator.running)
+        waiting.add_metric(["coordinator", "coordinator"], coordinator.waiting)
+        for gateway in snapshot.gateways:
+            labels = ["gateway", gateway.worker.name]
+            running.add_metric(labels, gateway.running)
+            waiting.add_metric(labels, gateway.waiting)
+            retracted.add_metric(labels, gateway.retracted)
+        for each in snapshot.workers:
+            labels = [each.role, each.worker.name]
+            running.add_metric(labels, each.running)
+            waiting.add_metric(labels, each.waiting)
+        yield from (running, waiting, retracted)
+
+    def _states(
+        self, snapshot: ClusterSnapshot, coordinator: CoordinatorSnapshot
+    ) -> Iterator[Metric]:
+        counts = {
+            (role, state): 0
+            for role in ("prefill", "decode", "gateway")
+            for state in ("ready", "lost")
+        }
+        for each in (*coordinator.workers, *coordinator.lost):
+            state = "lost" if each.silent_s >= self._lost_after_s else each.state
+            counts[each.role, state] = counts.get((each.role, state), 0) + 1
+        counts["gateway", "ready"] = len(snapshot.gateways)
+        counts["gateway", "lost"] = snapshot.silent_gateways
+        states = GaugeMetricFamily(
+            "pd_workers", "Processes by what the coordinator knows.", labels=["role", "state"]
         )
-        waiting = GaugeMetricFamily(
-            "pd_num_requests_waiting", "Requests or sequences that wait.", labels=_PER_WORKER
-        )
-        running.add_metric(["gateway", "gateway"], self.running())
-        waiting.add_metric(["gateway", "gateway"], self.waiting())
-        if coordinator := self._snapshot.coordinator:
-            running.add_metric(["coordinator", "coordinator"], coordinator.running)
-            waiting.add_metric(["coordinator", "coordinator"], coordinator.waiting)
-        for each in self._snapshot.workers:
-            running.add_metric([each.role, each.worker.name], each.running)
-            waiting.add_metric([each.role, each.worker.name], each.waiting)
-        yield running
-        yield waiting
+        for (role, state), count in counts.items():
+            states.add_metric([role, state], count)
+        yield states
 
-    def _workers(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
+    def _caches(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
+        """Gauges: of those workers only that have answered."""
+        now = self._clock()
+        self._hit_rates = {
+            each.worker: self._hit_rates.get(each.worker, HitRate()) for each in workers
+        }
         tokens = GaugeMetricFamily(
             "pd_kv_tokens", "Tokens of the KV pool by state.", labels=[*_PER_WORKER, "state"]
+        )
+        host = GaugeMetricFamily(
+            "pd_tier_tokens",
+            "Tokens of the host tier by state.",
+            labels=[*_PER_WORKER, "tier", "state"],
         )
         hit_rate = GaugeMetricFamily(
             "pd_prefix_cache_hit_rate",
@@ -118,49 +252,73 @@ class SnapshotCollector(Collector):
             labels = [each.role, each.worker.name]
             for state, attribute in _TOKEN_STATES.items():
                 tokens.add_metric([*labels, state], getattr(each, attribute))
-            hit_rate.add_metric(labels, self._hit_rates[each.worker].rate)
-        yield tokens
-        yield hit_rate
+            for state, count in each.host_tokens.items():
+                host.add_metric([*labels, "host", state], count)
+            rate = self._hit_rates[each.worker]
+            rate.observe(now, each.cache_queries, each.cache_hits)
+            hit_rate.add_metric(labels, rate.rate)
+        yield from (tokens, host, hit_rate)
         for name, text, attribute in _WORKER_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=_PER_WORKER)
             for each in workers:
                 gauge.add_metric([each.role, each.worker.name], getattr(each, attribute))
             yield gauge
-        for name, text, attribute in _WORKER_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=_PER_WORKER)
-            for each in workers:
-                counter.add_metric([each.role, each.worker.name], getattr(each, attribute))
-            yield counter
-        for name, text, label, attribute in _WORKER_LABELLED:
-            counter = CounterMetricFamily(name, text, labels=[*_PER_WORKER, label])
-            for each in workers:
-                for value, count in getattr(each, attribute).items():
-                    counter.add_metric([each.role, each.worker.name, value], count)
-            yield counter
-        for name, text, attribute in _WORKER_HISTOGRAMS:
-            histogram = HistogramMetricFamily(name, text, labels=_PER_WORKER)
-            for each in workers:
-                buckets, total = _cumulative(getattr(each, attribute))
-                histogram.add_metric([each.role, each.worker.name], buckets, total)
-            yield histogram
+
+    def _requests(self) -> Iterator[Metric]:
+        """What the gateways count, added up; and the stages that only workers see."""
+        families: dict[str, dict[SampleKey, float]] = {name: {} for name in FAMILIES}
+        for gateway in self._gateways.totals():
+            for name, samples in gateway.samples.items():
+                _add(families[name], samples)
+        for worker in self._workers.totals():
+            for stage, histogram in worker.stage_seconds.items():
+                family = HistogramMetricFamily(*STAGES, labels=["model", "stage"])
+                family.add_metric([self._model, stage], *_cumulative(histogram))
+                samples = {
+                    (each.name, tuple(sorted(each.labels.items()))): each.value
+                    for each in family.samples
+                }
+                _add(families[STAGES[0]], samples)
+        for name, (kind, text) in FAMILIES.items():
+            metric = Metric(name, text, kind)
+            for (sample, labels), value in families[name].items():
+                metric.add_sample(sample, dict(labels), value)
+            yield metric
+
+
+def _worker_counters(workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
+    for name, text, attribute in _WORKER_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=_PER_WORKER)
+        for each in workers:
+            counter.add_metric([each.role, each.worker.name], getattr(each, attribute))
+        yield counter
+    for name, text, label, attribute, always in _WORKER_LABELLED:
+        counter = CounterMetricFamily(name, text, labels=[*_PER_WORKER, label])
+        for each in workers:
+            counts = dict.fromkeys(always, 0) | getattr(each, attribute)
+            for value, count in counts.items():
+                counter.add_metric([each.role, each.worker.name, value], count)
+        yield counter
+    for name, text, attribute in _WORKER_HISTOGRAMS:
+        histogram = HistogramMetricFamily(name, text, labels=_PER_WORKER)
+        for each in workers:
+            labels = [each.role, each.worker.name]
+            histogram.add_metric(labels, *_cumulative(getattr(each, attribute)))
+        yield histogram
 
 
 def _coordinator(coordinator: CoordinatorSnapshot) -> Iterator[Metric]:
-    workers = GaugeMetricFamily(
-        "pd_workers", "Workers as the coordinator sees them.", labels=["role", "state"]
-    )
-    counts: dict[tuple[str, str], int] = {("prefill", "ready"): 0, ("decode", "ready"): 0}
-    for each in coordinator.workers:
-        key = (each.role, each.state)
-        counts[key] = counts.get(key, 0) + 1
-    for (role, state), count in counts.items():
-        workers.add_metric([role, state], count)
-    yield workers
-    for name, text, label, attribute in _COORDINATOR_COUNTERS:
+    for name, text, label, attribute, always in _COORDINATOR_COUNTERS:
         counter = CounterMetricFamily(name, text, labels=[label])
-        for value, count in getattr(coordinator, attribute).items():
+        counts = dict.fromkeys(always, 0) | getattr(coordinator, attribute)
+        for value, count in counts.items():
             counter.add_metric([value], count)
         yield counter
+    expired = CounterMetricFamily(
+        "pd_leases_expired", "Placements that no report of a worker confirmed in time."
+    )
+    expired.add_metric([], coordinator.leases_expired)
+    yield expired
 
 
 def _cumulative(histogram: HistogramSnapshot) -> tuple[list[tuple[str, float]], float]:
@@ -171,3 +329,8 @@ def _cumulative(histogram: HistogramSnapshot) -> tuple[list[tuple[str, float]], 
         below += count
         buckets.append((str(bound), below))
     return buckets, histogram.total
+
+
+def _add(totals: dict[SampleKey, float], samples: dict[SampleKey, float]) -> None:
+    for key, value in samples.items():
+        totals[key] = totals.get(key, 0.0) + value

@@ -1,72 +1,94 @@
-"""The metrics of a gateway and, read from snapshots at scrape time, of the cluster behind it."""
+"""The metrics of one gateway: what it counts of its requests, and its own gauges."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pd_cluster.observability.collector import SnapshotCollector
-from pd_cluster.observability.snapshots import ClusterSnapshot
-from pd_cluster.types import Sources
+from pd_cluster.observability.snapshots import LATENCY_BUCKETS, GatewaySnapshot, SampleKey
+from pd_cluster.types import Sources, WorkerId
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_LATENCY_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
-    *(2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
-)
+RUNNING = ("pd_num_requests_running", "Requests or sequences at work.")
+WAITING = ("pd_num_requests_waiting", "Requests or sequences that wait.")
+RETRACTED = ("pd_num_requests_retracted", "Requests that were retracted and wait to go on.")
+STAGES = ("pd_request_stage_seconds", "Time in a stage.")
+# The other families: names without `_total`, types and texts, for whoever shows them elsewhere.
+FAMILIES = {
+    "pd_time_to_first_token_seconds": (
+        "histogram",
+        "From arrival, before tokenisation, to first token.",
+    ),
+    "pd_inter_token_latency_seconds": (
+        "histogram",
+        "Between two steps that gave a request tokens.",
+    ),
+    "pd_e2e_request_latency_seconds": ("histogram", "From arrival to the end."),
+    STAGES[0]: ("histogram", STAGES[1]),
+    "pd_prompt_tokens": ("counter", "Prompt tokens of requests that began."),
+    "pd_generation_tokens": ("counter", "Generated tokens."),
+    "pd_prompt_tokens_by_source": ("counter", "Where the KV of prompt tokens came from."),
+    "pd_request": ("counter", "Requests that ended."),
+    "pd_request_recovered": ("counter", "Finished requests that survived a trouble."),
+}
 _FINISH_REASONS = ("stop", "length", "abort", "error")
+_CAUSES = ("retracted", "failed", "worker_lost")
 
 
 class GatewayMetrics:
-    """Counters and histograms of one gateway, in a registry of their own."""
+    """Counters, histograms and gauges of one gateway, in a registry of their own."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, name: str = "gateway") -> None:
         self.registry = CollectorRegistry()
-        self._snapshots = SnapshotCollector()
-        self.registry.register(self._snapshots)
         self._model = model
+        self._worker = WorkerId(name, secrets.token_hex(4))
+        self._snapshots = 0
 
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(
-                name, text, ("model", *labels), registry=self.registry, buckets=_LATENCY_BUCKETS
-            )
+        def histogram(name: str, *labels: str) -> Histogram:
+            names = ("model", *labels)
+            _, text = FAMILIES[name]
+            return Histogram(name, text, names, registry=self.registry, buckets=LATENCY_BUCKETS)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model", *labels), registry=self.registry)
+        def counter(name: str, *labels: str) -> Counter:
+            return Counter(name, FAMILIES[name][1], ("model", *labels), registry=self.registry)
 
         # Children are looked up once: some of them are touched at every token.
-        self._ttft = histogram(
-            "pd_time_to_first_token_seconds", "From arrival, before tokenisation, to first token."
-        ).labels(model)
-        self._itl = histogram(
-            "pd_inter_token_latency_seconds", "Between two steps that gave a request tokens."
-        ).labels(model)
-        self._e2e = histogram("pd_e2e_request_latency_seconds", "From arrival to the end.").labels(
-            model
-        )
-        self._prompt_tokens = counter(
-            "pd_prompt_tokens", "Prompt tokens of requests that began."
-        ).labels(model)
-        self._generation_tokens = counter("pd_generation_tokens", "Generated tokens.").labels(model)
-        self._stages = histogram("pd_request_stage_seconds", "Time in a stage.", "stage")
-        self._sources = counter(
-            "pd_prompt_tokens_by_source", "Where the KV of prompt tokens came from.", "source"
-        )
-        self._requests = counter("pd_request", "Requests that ended.", "finish_reason")
-        self._recovered = counter(
-            "pd_request_recovered", "Finished requests that survived a trouble.", "cause"
-        )
+        self._ttft = histogram("pd_time_to_first_token_seconds").labels(model)
+        self._itl = histogram("pd_inter_token_latency_seconds").labels(model)
+        self._e2e = histogram("pd_e2e_request_latency_seconds").labels(model)
+        self._stages = histogram(STAGES[0], "stage")
+        self._prompt_tokens = counter("pd_prompt_tokens").labels(model)
+        self._generation_tokens = counter("pd_generation_tokens").labels(model)
+        self._sources = counter("pd_prompt_tokens_by_source", "source")
+        self._requests = counter("pd_request", "finish_reason")
+        self._recovered = counter("pd_request_recovered", "cause")
+        # What can be counted is there from the start: a rate needs a first zero.
         for source in Sources.__struct_fields__:
             self._sources.labels(model, source)
         for reason in _FINISH_REASONS:
             self._requests.labels(model, reason)
+        for cause in _CAUSES:
+            self._recovered.labels(model, cause)
+        self._gauges = [
+            Gauge(*each, ("role", "worker"), registry=self.registry).labels("gateway", name)
+            for each in (RUNNING, WAITING, RETRACTED)
+        ]
+        self._counts: tuple[Callable[[], int], ...] = (lambda: 0,) * len(self._gauges)
         self._totals = {"prompt": 0, "cached": 0, "generation": 0, "requests": 0}
 
-    def watch_gateway(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+    def watch_gateway(
+        self,
+        running: Callable[[], int],
+        waiting: Callable[[], int],
+        retracted: Callable[[], int],
+    ) -> None:
         """Reads the gateway's own gauges at scrape time."""
-        self._snapshots.running, self._snapshots.waiting = running, waiting
+        self._counts = (running, waiting, retracted)
+        for gauge, count in zip(self._gauges, self._counts, strict=True):
+            gauge.set_function(count)
 
     def stage(self, stage: str, seconds: float) -> None:
         self._stages.labels(self._model, stage).observe(seconds)
@@ -107,7 +129,29 @@ class GatewayMetrics:
         """The part of all prompt tokens that came from a cache, since the start."""
         return self._totals["cached"] / max(1, self._totals["prompt"])
 
-    def render(self, snapshot: ClusterSnapshot, now: float) -> bytes:
-        """Prometheus' text format; `now` in seconds of a monotonic clock."""
-        self._snapshots.update(snapshot, now)
+    def snapshot(self) -> GatewaySnapshot:
+        """All of it, for the cluster's endpoint."""
+        self._snapshots += 1
+        running, waiting, retracted = (count() for count in self._counts)
+        samples: dict[str, dict[SampleKey, float]] = {}
+        for family in self.registry.collect():
+            if family.name in FAMILIES:
+                samples[family.name] = {
+                    (each.name, tuple(sorted(each.labels.items()))): each.value
+                    for each in family.samples
+                    if not each.name.endswith("_created")
+                }
+        return GatewaySnapshot(
+            worker=self._worker,
+            number=self._snapshots,
+            running=running,
+            waiting=waiting,
+            retracted=retracted,
+            samples=samples,
+        )
+
+    def render(self) -> bytes:
+        """Prometheus' text format: this gateway alone, so that scraping several counts nothing
+        twice.
+        """
         return generate_latest(self.registry)

@@ -20,27 +20,29 @@ from typing import TypeVar
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from pd_cluster.config import Config
 from pd_cluster.errors import WireError
 from pd_cluster.nodes import attach, model_folder
-from pd_cluster.observability.snapshots import WorkerSnapshot
+from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram, WorkerSnapshot
+from pd_cluster.observability.stopwatch import timed
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.types import (
     AbortPrefill,
     CancelAttempt,
     FirstToken,
+    MakeRoom,
     Message,
     Output,
-    MakeRoom,
     OutputBatch,
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
     ReportReply,
+    RetractionPolicy,
     Role,
     Route,
-    RetractionPolicy,
     StartAttempt,
     StartPrefill,
     WorkerId,
@@ -66,6 +68,7 @@ from pd_cluster.worker.instructions import (
 from pd_cluster.worker.kv_feed import KvFeed
 from pd_cluster.worker.kv_publisher import make_kv_events
 from pd_cluster.worker.scheduler import WorkerScheduler
+from pd_cluster.worker.tier_figures import tier_figures
 from pd_cluster.worker.transport import Transport
 from pd_transfer import Event as AgentEvent
 from pd_transfer import agent as make_agent
@@ -81,10 +84,10 @@ IDLE_S = 60.0
 POSTED = (
     StartAttempt,
     CancelAttempt,
+    MakeRoom,
     StartPrefill,
     AbortPrefill,
     PagesWritten,
-    MakeRoom,
     FirstToken,
     PrefillFailed,
     PrefillAborted,
@@ -124,6 +127,8 @@ class WorkerActor:
         cache, self.tier_io = make_cache(
             config, role, self.engine.layout, self.signature, self._mailbox.put
         )
+        self._evictions = Histogram(WORK_BUCKETS)
+        cache.stopwatch = partial(timed, self._evictions)
         self.kv_events = make_kv_events(config.kv_events_config, role, name, cache)
         self.scheduler = WorkerScheduler(
             cache,
@@ -133,21 +138,22 @@ class WorkerActor:
             eos_token_ids=self.engine.decoder.config.eos_token_ids,
             max_running=config.max_running_requests,
             chunk_tokens=config.chunked_prefill_size,
+            step_tokens=config.max_prefill_tokens,
             local_tokens=config.local_prefill_size,
             keep_answers=not config.strip_thinking_cache,
             prefill_s=config.timeouts.prefill_s,
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
-            step_tokens=config.max_prefill_tokens,
         )
         self.kv_feed = KvFeed(self.id, cache, self._tell_coordinator)
         self._stopping = threading.Event()
+        self._report_now = threading.Event()  # there is room that somebody may wait for
         self._refused: str | None = None
+        self._snapshots = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
         threading.Thread(target=self._report_forever, name="reports", daemon=True).start()
 
     # --- methods for other actors ---
-        self._report_now = threading.Event()  # there is room that somebody may wait for
 
     @ray.method(concurrency_group="messages")
     async def post(self, incarnation: str, data: bytes) -> bool:
@@ -191,13 +197,13 @@ class WorkerActor:
             "reserved_pages": self.scheduler.decode.reserved_pages,
             "resident_pages": self.scheduler.decode.resident_pages,
             "generated_tokens": self.scheduler.decode.generated_tokens,
+            "retractions": self.scheduler.decode.retractions.total(),
         }
 
     @ray.method(concurrency_group="control")
     async def flush(self) -> int:
         """Empties the prefix cache of all that no request uses; the tokens that became free."""
         return await self._ask(lambda: self.scheduler.cache.reset() * self.config.page_size)
-            "retractions": self.scheduler.decode.retractions.total(),
 
     @ray.method(concurrency_group="control")
     async def validate(self) -> None:
@@ -253,7 +259,7 @@ class WorkerActor:
                 self.kv_feed.measure(batch, now - started)
                 self._obey(self.scheduler.computed(batch, drawn, now))
             events = self.scheduler.cache.take_events()
-            self.kv_feed.take(events)
+            self.kv_feed.take(events, now)
             self.kv_feed.flush(now)
             if self.kv_events is not None:
                 self.kv_events.tell(events)
@@ -299,14 +305,14 @@ class WorkerActor:
                 case Send():
                     self._post(instruction.worker, instruction.message)
                 case Deliver():
+                    if instruction.output.outcome == "retracted":
+                        self._report_now.set()
                     outputs[instruction.gateway].append(instruction.output)
         for gateway, batch in outputs.items():
             self._deliver(gateway, OutputBatch(worker=self.id, outputs=tuple(batch)))
 
     def _post(self, worker: WorkerId, message: Message) -> None:
         def lost() -> None:
-                    if instruction.output.outcome == "retracted":
-                        self._report_now.set()
             # Only once nothing of it can land any more; else the transport will tell.
             if self.transport.agent.peer_is_quiet(str(worker)):
                 self._mailbox.put(PeerLost(worker))
@@ -315,26 +321,26 @@ class WorkerActor:
         self.peers.post(worker, message, lost)
 
     def _deliver(self, gateway: str, batch: OutputBatch) -> None:
-        def done(future: Future[Any]) -> None:
-            if future.exception() is not None:
-                self.peers.forget(gateway)
-                self._mailbox.put(GatewayLost(gateway))
-
+        # Once a step, so without an answer to wait for: the watch tells of a gateway's end.
+        self.peers.watch_gateway(gateway, lambda: self._mailbox.put(GatewayLost(gateway)))
         try:
-            ref = self.peers.handle(gateway).deliver.remote(encode(batch))
-        except ValueError:
+            self.peers.handle(gateway).deliver.remote(encode(batch))
+        except (ValueError, RayError):
+            self.peers.forget(gateway)
             self._mailbox.put(GatewayLost(gateway))
-            return
-        ref.future().add_done_callback(done)
 
     def _tell_coordinator(self, data: bytes) -> None:
+        number = self.kv_feed.updates
+
         def done(future: Future[bool]) -> None:
             try:
                 follows = future.result()
             except Exception:  # it restarts; the next update will find a gap
                 self.peers.forget(COORDINATOR)
                 return
-            if not follows:
+            if follows:
+                self._mailbox.put(lambda: self.kv_feed.confirmed(number))
+            else:
                 self._mailbox.put(self.kv_feed.resend)
 
         try:
@@ -352,27 +358,27 @@ class WorkerActor:
             self._report_now.clear()
             report, counted = self._question(lambda: (self._report(), self._snapshot())).result()
             try:
-                ref = self.peers.handle(COORDINATOR).report.remote(encode(report))
+                ref = self.peers.handle(COORDINATOR).report.remote(encode(report), counted)
                 reply = decode(ref.future().result(timeout=10), ReportReply)
             except Exception as error:  # the coordinator is restarting: try again
                 logger.warning("no answer from the coordinator: %s", error)
                 self.peers.forget(COORDINATOR)
                 continue
+            self._mailbox.put(partial(self._adopt, reply.retraction_policy))
             if reply.error != self._refused:
                 self._refused = reply.error
                 if reply.error:
                     logger.error("refused by the coordinator: %s", reply.error)
 
+    def _adopt(self, policy: RetractionPolicy) -> None:
+        self.scheduler.decode.retraction_policy = policy
+
     def _report(self) -> WorkerReport:
-            self._mailbox.put(partial(self._adopt, reply.retraction_policy))
         scheduler = self.scheduler
         size = self.config.page_size
         return WorkerReport(
             worker=self.id,
             role=self.role,
-    def _adopt(self, policy: RetractionPolicy) -> None:
-        self.scheduler.decode.retraction_policy = policy
-
             signature=self.signature,
             capacity=self.config.max_total_tokens,
             available=scheduler.cache.available() * size,
@@ -388,7 +394,9 @@ class WorkerActor:
         counts, cached = scheduler.cache.counts(), scheduler.cache.statistics()
         prefill, sequences = scheduler.prefill, scheduler.decode
         page_bytes = self.engine.layout.page_bytes
+        self._snapshots += 1
         return WorkerSnapshot(
+            number=self._snapshots,
             worker=self.id,
             role=self.role,
             capacity=self.config.max_total_tokens,
@@ -409,4 +417,11 @@ class WorkerActor:
             transfer_failures=dict(prefill.failed_transfers),
             retractions=dict(sequences.retractions),
             retracted_tokens=sequences.retracted_tokens,
+            transfer_seconds=self.transport.seconds.snapshot(),
+            eviction_seconds=self._evictions.snapshot(),
+            stage_seconds={
+                stage: times.snapshot() for stage, times in sequences.stages.histograms.items()
+            },
+            index_lag_s=self.kv_feed.lag_s(time.monotonic()),
+            **tier_figures(scheduler.tiers, page_bytes),
         )

@@ -47,6 +47,7 @@ from pd_cluster.worker.page_table import common_prefix, freed_by
 from pd_cluster.worker.prefill import WAIT_FOR_PREFIX
 from pd_cluster.worker.retraction import enough, in_order
 from pd_cluster.worker.sequence import HOLDING, RECEIVING, Sequence, SequenceState
+from pd_cluster.worker.stages import StageTimes
 
 # Pages that a new reservation leaves for each running sequence to grow into, in tokens.
 GROWTH_TOKENS = 16
@@ -93,6 +94,7 @@ class DecodeSequences:
         # By policy, or "preemption" where a higher priority took the place.
         self.retractions: Counter[str] = Counter()
         self.retracted_tokens = 0
+        self.stages = StageTimes()
         self.retraction_policy: RetractionPolicy = "length"  # the coordinator says which
 
     # --- events ---
@@ -509,6 +511,7 @@ class DecodeSequences:
             seq.table.close()
         del self.sequences[seq.attempt]
         seq.move("done", now, why)
+        self.stages.take(seq.story, finished=seq.finished)
         told = [] if seq.ended else [self._end_output(seq, "aborted", why)]
         return told + self._wake(seq, now)
 

@@ -6,6 +6,7 @@ snapshot. All methods run in the worker's own thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pd_cluster.cache.events import CacheEvent
@@ -16,8 +17,12 @@ from pd_cluster.coordinator.wire import encode_update
 from pd_cluster.types import WorkerId
 from pd_cluster.worker.instructions import Batch
 
-# Between two updates, in seconds: a placement may know that much less than the workers do.
+# Between two updates, in seconds: a placement may know that much less than the workers do. How long
+# steps take changes slowly, so that alone is told more seldom.
 INTERVAL_S = 0.05
+# Updates whose time is kept while the coordinator does not answer: the oldest ones say enough.
+MAX_UNCONFIRMED = 1000
+MEASURES_INTERVAL_S = 1.0
 
 
 class KvFeed:
@@ -31,10 +36,24 @@ class KvFeed:
         self._measured: list[Measured] = []
         self._next = 0
         self._sent_at = float("-inf")
+        self.updates = 0  # sent so far
+        # (number of the update that tells of it, time) of changes that nobody has confirmed.
+        self._unconfirmed: deque[tuple[int, float]] = deque()
 
-    def take(self, events: Sequence[CacheEvent]) -> None:
+    def take(self, events: Sequence[CacheEvent], now: float) -> None:
         """What `take_events` of the cache gave."""
+        if events and not self._events and len(self._unconfirmed) < MAX_UNCONFIRMED:
+            self._unconfirmed.append((self.updates + 1, now))
         self._events += events
+
+    def confirmed(self, number: int) -> None:
+        """The coordinator's index has all up to that update."""
+        while self._unconfirmed and self._unconfirmed[0][0] <= number:
+            self._unconfirmed.popleft()
+
+    def lag_s(self, now: float) -> float:
+        """How old the oldest change is of which the coordinator's index may not know."""
+        return now - self._unconfirmed[0][1] if self._unconfirmed else 0.0
 
     def measure(self, batch: Batch, seconds: float) -> None:
         """A step that did one kind of work tells what that costs; a mixed one does not."""
@@ -54,17 +73,20 @@ class KvFeed:
 
     def flush(self, now: float) -> None:
         """Sends what there is, unless the last time was just now."""
-        if now - self._sent_at < INTERVAL_S or not self.pending:
+        interval = INTERVAL_S if self._events else MEASURES_INTERVAL_S
+        if now - self._sent_at < interval or not self.pending:
             return
         self._sent_at = now
         update = KvUpdate(self._worker, self._next, tuple(self._events))
         self._next += len(self._events)
         data = encode_update(update, self._measured)
         self._events, self._measured = [], []
+        self.updates += 1
         self._send(data)
 
     def resend(self) -> None:
         """The coordinator lacks something: tells it all that is held now."""
         self._events = []
         snapshot = tuple(self._cache.snapshot())
+        self.updates += 1
         self._send(encode_update(KvUpdate(self._worker, self._next, snapshot, snapshot=True)))

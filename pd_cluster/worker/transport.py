@@ -7,10 +7,12 @@ All methods but the agent's callback run in the worker's own thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from pd_cluster.cache.layout import Layout
 from pd_cluster.errors import WireError
+from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram
 from pd_cluster.types import (
     FirstToken,
     IntArray,
@@ -56,9 +58,19 @@ class Transport:
         self.metadata = agent.get_agent_metadata()
         self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", layout.descriptors(), "DRAM")
         self._peers: dict[str, tuple[nixl_prepped_dlist_handle, int]] = {}
+        self.seconds = Histogram(WORK_BUCKETS)  # of transfers that succeeded
+        self._started: dict[int, float] = {}
+        self._over: dict[int, float] = {}
         self._active: dict[int, tuple[int, nixl_xfer_handle]] = {}
         self._handles: dict[int, nixl_xfer_handle] = {}
-        agent.set_event_callback(on_event)
+
+        def note(event: AgentEvent) -> None:
+            # In the agent's thread: the worker's own may be in the middle of a step.
+            if event.kind == "transfer":
+                self._over[event.handle] = time.perf_counter()
+            on_event(event)
+
+        agent.set_event_callback(note)
 
     def connect(self, instruction: Connect) -> None:
         """Loads a peer once; a known one costs nothing."""
@@ -118,6 +130,7 @@ class Transport:
             return [TransferEnded(transfer, "peer lost")]
         self._active[int(handle)] = (transfer, handle)
         self._handles[transfer] = handle
+        self._started[int(handle)] = time.perf_counter()
         try:
             self.agent.transfer(handle)
         except (nixlNotFoundError, nixlRemoteDisconnectError):
@@ -164,6 +177,9 @@ class Transport:
     def _ended(self, handle_id: int, error: str) -> TransferEnded:
         transfer, handle = self._active.pop(handle_id)
         del self._handles[transfer]
+        started, over = self._started.pop(handle_id), self._over.pop(handle_id, None)
+        if not error and over is not None:
+            self.seconds.observe(over - started)
         self.agent.release_xfer_handle(handle)
         return TransferEnded(transfer, error)
 
