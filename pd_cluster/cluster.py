@@ -6,31 +6,61 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from pd_cluster.config import Config
 from pd_cluster.coordinator.actor import COORDINATOR_GROUPS, CoordinatorActor
-from pd_cluster.errors import StartError
+from pd_cluster.errors import RequestError, StartError
 from pd_cluster.gateway.actor import GatewayActor
-from pd_cluster.nodes import actor_options, beside_the_server
+from pd_cluster.nodes import actor_options, beside_the_server, capacity
 from pd_cluster.peers import COORDINATOR, NAMESPACE, ClusterSpec, actor_name
+from pd_cluster.scaling import (
+    Counts,
+    End,
+    GiveUp,
+    Kind,
+    Launch,
+    News,
+    Order,
+    Refusal,
+    Scaler,
+    StopServing,
+)
 from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
 
 logger = logging.getLogger(__name__)
 
 # A gateway answers within this time (seconds), or is asked again later.
 QUESTION_S = 10.0
+# Between two looks at whether anybody wishes other numbers, and at what is under way (seconds).
+WISHES_S = 1.0
+SCALING_S = 0.2
 # Ray's store holds none of our pages: only its own small things.
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 REACHABLE_S = 5.0
+# Settings of a Ray of our own, in its processes' environment.
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would run our actors at the lowest priority but four: any other program starves them.
+    "RAY_worker_niceness": "0",
+    # Nobody reads its statistics, and on one node no scheduler waits for news of resources: an idle
+    # cluster takes a quarter less processor time without.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+}
 
 
 def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
@@ -47,9 +77,8 @@ def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
     # Ray warns, on every import, of a default that is to change for GPU counts; we set none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray would run our actors at the lowest priority but four: any other program starves them.
-        os.environ.setdefault("RAY_worker_niceness", "0")
+        for name, value in LOCAL_RAY.items():
+            os.environ.setdefault(name, value)
         options |= {
             "address": "local",
             "include_dashboard": False,
@@ -106,12 +135,24 @@ def kill_actors(cluster_name: str) -> int:
 
 
 class Cluster:
-    """The actors that one `serve` started."""
+    """The actors that one `serve` started, and what changes their numbers while it runs."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, spec: ClusterSpec, objection: Callable[[Counts], str | None]
+    ) -> None:
         self.config = config
+        self.spec = spec
         self.urls: list[str] = []
         self.actors: dict[str, Any] = {}
+        counts = Counts(prefill=config.prefill, decode=config.decode, gateway=config.gateways)
+        self.scaler = Scaler(counts, grace_s=config.timeouts.scale_in_s, objection=objection)
+        # Increases whenever there are other actors or URLs than before.
+        self.changes = 0
+        self._ports: dict[str, int] = {}  # of gateways
+        self._pending: dict[str, _Pending] = {}  # those that start, or stop serving
+        self._answers: dict[int, Refusal | None] = {}
+        self._stopping = threading.Event()
+        self._scaling: threading.Thread | None = None
 
     @classmethod
     def start(
@@ -121,13 +162,15 @@ class Cluster:
         model_id: str,
         *,
         local: bool,
+        objection: Callable[[Counts], str | None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Cluster:
         """Starts all actors and waits until requests can be served.
 
-        Ray must have been initialised; `local` where that started one. Raises StartError, with whatever was started stopped again.
+        Ray must have been initialised; `local` where that started one of its own. `objection`
+        says why other counts cannot be had, or None. Raises StartError, with whatever was started
+        stopped again.
         """
-        cluster = cls(config)
         spec = ClusterSpec(
             config=config.model_dump_json(),
             model_folder=str(model_folder.resolve()),
@@ -135,62 +178,161 @@ class Cluster:
             secret=secrets.token_bytes(32),
             local=local,
         )
+        cluster = cls(config, spec, objection)
         try:
-            cluster._start(spec, progress)
+            cluster._start(progress)
         except BaseException:
             cluster.stop(grace=False)
             raise
         return cluster
 
-    def _start(self, spec: ClusterSpec, progress: Callable[[str], None]) -> None:
+    def _start(self, progress: Callable[[str], None]) -> None:
         config = self.config
         deadline = time.monotonic() + config.timeouts.start_s
-        here = beside_the_server()
-        self._launch(COORDINATOR, CoordinatorActor, COORDINATOR_GROUPS, here, spec)
-        names = []
-        for role, count in (("prefill", config.prefill), ("decode", config.decode)):
-            node = actor_options(getattr(config.resources, role))
-            for index in range(count):
-                name = f"{role}-{index}"
-                self._launch(name, WorkerActor, WORKER_GROUPS, node, spec, name, role)
-                names.append(name)
-        gateways = [f"gateway-{index}" for index in range(config.gateways)]
-        for name in gateways:
-            self._launch(name, GatewayActor, {}, here, spec, name)
-        progress(f"loading the model in {len(names)} workers")
-        for name in names:
+        self._launch(COORDINATOR, "coordinator")
+        for name, member in self.scaler.members.items():
+            self._launch(name, member.kind)
+        workers = [name for name in self.actors if _is_worker(name)]
+        progress(f"loading the model in {len(workers)} workers")
+        for name in workers:
             self._get(name, self.actors[name].ready.remote(), deadline)
-        for index, name in enumerate(gateways):
-            # Each has a port of its own: the first one's, the next, and so on.
-            port = config.port + index if config.port else 0
-            self.urls.append(self._get(name, self.actors[name].start.remote(port), deadline))
+        for index in range(config.gateways):
+            name = f"gateway-{index}"
+            self.urls.append(self._get(name, self._serve(name), deadline))
         progress("waiting for the workers to register")
         coordinator = self.actors[COORDINATOR]
         while True:
             snapshot = self._get(COORDINATOR, coordinator.snapshot.remote(), deadline)
-            if len(snapshot.workers) == len(names):
-                return
+            ready = [each for each in snapshot.workers if each.state == "ready"]
+            if len(ready) == len(workers):
+                break
             if time.monotonic() > deadline:
-                ready = ", ".join(str(each.worker) for each in snapshot.workers) or "none"
-                raise StartError(f"not all workers registered in time; ready: {ready}")
+                names = ", ".join(str(each.worker) for each in ready) or "none"
+                raise StartError(f"not all workers registered in time; ready: {names}")
             time.sleep(0.05)
+        self._scaling = threading.Thread(target=self._scale_forever, name="scaling", daemon=True)
+        self._scaling.start()
+
+    def _serve(self, name: str) -> Any:
+        """Has a gateway bind its port: the first one's, the next, and so on. Its URL."""
+        index = int(name.rpartition("-")[2])
+        port = self.config.port + index if self.config.port else 0
+        return self.actors[name].start.remote(self._ports.get(name, port))
 
     def keep_serving(self) -> None:
         """Has a gateway that Ray has restarted bind its port again; to be called now and then."""
-        for index, url in enumerate(self.urls):
+        for index, url in enumerate(list(self.urls)):
             name = f"gateway-{index}"
+            self._ports[name] = urlsplit(url).port or 0
             try:
-                ray.get(self.actors[name].start.remote(urlsplit(url).port), timeout=QUESTION_S)
-            except (RayError, GetTimeoutError) as error:
+                ray.get(self._serve(name), timeout=QUESTION_S)
+            except (RayError, GetTimeoutError, KeyError) as error:
                 logger.warning("%s does not answer: %s", name, str(error).splitlines()[0])
+
+    # --- other numbers while it runs: a thread of its own ---
+
+    def _scale_forever(self) -> None:
+        while True:
+            busy = not self.scaler.status.steady or self._answers
+            if self._stopping.wait(SCALING_S if busy else WISHES_S):
+                return
+            try:
+                self._scale()
+            except (RayError, GetTimeoutError) as error:
+                logger.warning("scaling: %s", str(error).splitlines()[0])
+            except Exception:
+                logger.exception("scaling")
+
+    def _scale(self) -> None:
+        """One round: tells the coordinator what there is, takes wishes, and does what is due."""
+        scaler, now = self.scaler, time.monotonic()
+        order = Order(status=scaler.status, draining=scaler.draining, answers=self._answers)
+        reply = self.actors[COORDINATOR].order.remote(msgspec.msgpack.encode(order))
+        news = msgspec.msgpack.decode(ray.get(reply, timeout=QUESTION_S), type=News)
+        self._answers = {}
+        for number, wish in news.wishes.items():
+            try:
+                scaler.wish(wish)
+                self._answers[number] = None
+            except RequestError as error:
+                self._answers[number] = Refusal(status=error.status, message=error.message)
+        self._look_at_pending(news, now)
+        idle = {name: self._is_idle(name, news) for name in order.draining}
+        idle |= {name: each.done() for name, each in self._pending.items() if each.stops}
+        for instruction in scaler.plan(idle, now):
+            match instruction:
+                case Launch(name, kind):
+                    self._add(name, kind)
+                case StopServing(name):
+                    self.urls.pop()
+                    stopped = self.actors[name].stop.remote(scaler.grace_s)
+                    self._pending[name] = _Pending(stopped, now, stops=True)
+                case GiveUp(name):
+                    self.actors[name].give_up.remote()
+                case End(name):
+                    self._end(name)
+
+    def _add(self, name: str, kind: Kind) -> None:
+        try:
+            self._launch(name, kind)
+        except StartError as error:
+            self.scaler.failed(name, str(error))
+            return
+        warm = self._serve(name) if kind == "gateway" else self.actors[name].ready.remote()
+        self._pending[name] = _Pending(warm, time.monotonic())
+
+    def _look_at_pending(self, news: News, now: float) -> None:
+        """Which of those that start are warm, and known to the coordinator."""
+        for name, pending in list(self._pending.items()):
+            late = now - pending.since > self.config.timeouts.start_s
+            if pending.stops or not (late or pending.done()):
+                continue
+            try:
+                answer = self._get(name, pending.ref, now)
+            except StartError as error:
+                self._end(name, why=str(error))
+                continue
+            if _is_worker(name) and name not in news.placed:
+                if late:
+                    self._end(name, why="it did not register in time")
+                continue
+            del self._pending[name]
+            if not _is_worker(name):
+                self.urls.append(answer)
+            self.changes += 1
+            self.scaler.started(name, now)
+
+    def _is_idle(self, name: str, news: News) -> bool:
+        """Whether nothing of a worker that gets no new work is used any more."""
+        if news.placed.get(name):
+            return False
+        try:
+            return bool(ray.get(self.actors[name].idle.remote(), timeout=QUESTION_S))
+        except (RayError, GetTimeoutError):
+            return False  # it is busy, or Ray restarts it
+
+    def _end(self, name: str, why: str | None = None) -> None:
+        """Ends an actor that is to leave, or that could not start for a reason."""
+        self._pending.pop(name, None)
+        self._ports.pop(name, None)
+        ray.kill(self.actors.pop(name))
+        self.changes += 1
+        if why is None or self.scaler.members[name].state == "draining":
+            self.scaler.gone(name)
+        else:
+            self.scaler.failed(name, why)
 
     def stop(self, *, grace: bool = True) -> None:
         """Lets running streams finish for a while, then ends every actor. Never raises."""
+        self._stopping.set()
+        if self._scaling is not None:
+            self._scaling.join(QUESTION_S)
         gateways = [actor for name, actor in self.actors.items() if name.startswith("gateway-")]
         if grace and gateways:
             wait_s = self.config.timeouts.shutdown_s + 10
             try:
-                ray.get([actor.stop.remote() for actor in gateways], timeout=wait_s)
+                shutdown_s = self.config.timeouts.shutdown_s
+                ray.get([actor.stop.remote(shutdown_s) for actor in gateways], timeout=wait_s)
             except (RayError, GetTimeoutError) as error:
                 logger.warning("the gateways did not stop by themselves: %s", error)
         for name, actor in self.actors.items():
@@ -200,9 +342,20 @@ class Cluster:
                 logger.warning("%s: %s", name, error)
         self.actors.clear()
 
-    def _launch(
-        self, name: str, actor: type, groups: dict[str, int], node: dict[str, Any], *args: Any
-    ) -> None:
+    def _launch(self, name: str, kind: Kind | Literal["coordinator"]) -> None:
+        actor: type
+        groups: dict[str, int]
+        match kind:
+            case "coordinator":
+                actor, groups, node = CoordinatorActor, COORDINATOR_GROUPS, beside_the_server()
+                args: tuple[Any, ...] = (self.spec,)
+            case "gateway":
+                actor, groups, node = GatewayActor, {}, beside_the_server()
+                args = (self.spec, name)
+            case _:
+                actor, groups = WorkerActor, WORKER_GROUPS
+                node = actor_options(getattr(self.config.resources, kind))
+                args = (self.spec, name, kind)
         threads = str(self.config.threads or os.cpu_count() or 1)
         options: dict[str, Any] = {
             "name": actor_name(self.config.cluster_name, name),
@@ -235,8 +388,30 @@ class Cluster:
         try:
             return ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
         except GetTimeoutError as error:
-            raise StartError(f"{name} was not ready in time") from error
+            raise StartError(f"{name} was not ready in time{self._hint(name)}") from error
         except RayTaskError as error:
             raise StartError(f"{name}: {error.cause or error}") from error
         except RayActorError as error:
             raise StartError(f"{name} could not start: {error}") from error
+
+    def _hint(self, name: str) -> str:
+        """That nodes lack what it needs, if that is why."""
+        needs = getattr(self.config.resources, name.rpartition("-")[0], {})
+        free = capacity(needs, [ray.available_resources()])
+        return f"; no node has what it needs free: {needs}" if free == 0 else ""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What an actor was asked, and when: to be warm, or to stop serving."""
+
+    ref: Any
+    since: float
+    stops: bool = False
+
+    def done(self) -> bool:
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+
+def _is_worker(name: str) -> bool:
+    return name.startswith(("prefill-", "decode-"))
