@@ -7,6 +7,7 @@ clients leave. Memory knows what it should hold (`tests.worker.harness`), so a w
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from pd_cluster.types import (
     Outcome,
     Placement,
     PlaceRequest,
+    RetractionPolicy,
     Role,
     SamplingParams,
     Sources,
@@ -37,13 +39,11 @@ from pd_cluster.types import (
 from tests.worker.harness import FakeWorker, World, expected_answer, random_prompt
 
 # One world step is a second, and messages are lost: leases and silences last long.
-CONFIG = Config.model_validate(
-    {
-        "max_running_requests": 6,
-        "max_queued_requests": 1000,
-        "timeouts": {"lease_s": 200, "heartbeat_s": 1000},
-    }
-)
+CONFIG = {
+    "max_running_requests": 6,
+    "max_queued_requests": 1000,
+    "timeouts": {"lease_s": 200, "heartbeat_s": 1000},
+}
 PRIORS = Priors(prefill=(1.0, 0.1, 0.0), decode=(1.0, 0.1, 0.0))
 PAGES, CHUNK, BLOCK = 260, 24, 64
 WHOLE = ("remote", "remote+pull", "local")
@@ -62,6 +62,7 @@ class Client:
     read: int = 0  # outputs of the current attempt that were taken
     end: str = ""
     sources: Sources | None = None
+    retractions: int = 0
 
 
 class ClusterWorld:
@@ -76,6 +77,8 @@ class ClusterWorld:
         page_size: int,
         pages: int = PAGES,
         workers: int = 2,
+        by_priority: bool = False,
+        retraction_policy: RetractionPolicy = "length",
     ) -> None:
         self.rng = random.Random(seed)
         self.page_size = page_size
@@ -91,11 +94,15 @@ class ClusterWorld:
         self.scheduling = Scheduling(
             placement=placement,
             schedule_policy=schedule_policy,
+            enable_priority_scheduling=by_priority,
             priors=PRIORS,
             weights=Weights(bind_ahead_s=5.0),
             limits=RouteLimits(pull=True, local=True, itl_limit_s=50.0, chunk_tokens=CHUNK),
         )
+        self.config = Config.model_validate({**CONFIG, "retraction_policy": retraction_policy})
         self.clients: dict[str, Client] = {}
+        self.outcomes: Counter[str] = Counter()  # of attempts
+        self.preemptions = 0
         self.shared: list[IntArray] = []
         self.disturb = False
         self.born = workers
@@ -107,12 +114,17 @@ class ClusterWorld:
 
     # --- what happens ---
 
-    def arrive(self, length: int | None = None, max_tokens: int | None = None) -> str:
+    def arrive(
+        self,
+        length: int | None = None,
+        max_tokens: int | None = None,
+        priority: int | None = None,
+    ) -> str:
         name = f"r{len(self.clients)}"
         self.clients[name] = Client(
             prompt=random_prompt(self.rng, length or self.rng.randrange(1, 160), self.shared),
             max_tokens=max_tokens or self.rng.randrange(1, 30),
-            priority=self.rng.randrange(3),
+            priority=self.rng.randrange(3) if priority is None else priority,
         )
         self._ask(name)
         return name
@@ -205,13 +217,20 @@ class ClusterWorld:
         return any(worker.mailbox or not worker.scheduler.idle for worker in self.world.workers)
 
     def _new_state(self) -> CoordinatorState:
-        return CoordinatorState(CONFIG, self.scheduling, page_size=self.page_size)
+        return CoordinatorState(self.config, self.scheduling, page_size=self.page_size)
 
     def _lost(self) -> bool:
         return self.disturb and self.rng.random() < 0.1
 
     def _coordinate(self, call: Callable[[], list[Answer]]) -> None:
-        for answer in call():
+        answers = call()
+        for worker, order in self.state.take_orders():
+            target = self.world.by_id(worker)
+            for _ in range(0 if self._lost() else 2 if self._lost() else 1):
+                if target is not None:
+                    self.preemptions += 1
+                    target.mailbox.append(order)
+        for answer in answers:
             name = answer.attempt.request
             client = self.clients[name]
             if client.end or client.number != answer.attempt.number or client.placed is not None:
@@ -231,7 +250,8 @@ class ClusterWorld:
             max_tokens=client.max_tokens - len(client.sent),
             timeout_s=1e9,
             priority=client.priority,
-            resumed=bool(client.sent),
+            resumed=client.number > 0,
+            retractions=client.retractions,
             blocks=pack_hashes(block_hashes(tokens, max(BLOCK, self.page_size))),
         )
         if self._lost():
@@ -259,6 +279,7 @@ class ClusterWorld:
                 timeout_s=1e9,
                 route=placement.route,
                 priority=client.priority,
+                retractions=client.retractions,
             )
         )
 
@@ -283,6 +304,12 @@ class ClusterWorld:
 
     def _again(self, name: str, outcome: Outcome) -> None:
         client = self.clients[name]
+        self.outcomes[outcome] += 1
+        client.retractions += outcome == "retracted"
+        if outcome == "retracted" and client.placed is not None:
+            decode = self.world.by_id(client.placed.decode)
+            if decode is not None:
+                self._report(decode)  # it tells at once that there is room
         self._end(name, outcome)
         client.number += 1
         client.placed, client.read = None, 0
@@ -311,6 +338,8 @@ class ClusterWorld:
         )
         if self._lost():
             return
-        self._coordinate(lambda: self.state.report(report, self.world.now)[1])
+        reply, answers = self.state.report(report, self.world.now)
+        scheduler.decode.retraction_policy = reply.retraction_policy
+        self._coordinate(lambda: answers)
         held = tuple(worker.cache.snapshot())
         self.state.kv_events(KvUpdate(worker.id, 0, held, snapshot=True), self.world.now)

@@ -15,10 +15,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pd_cluster.types import MAX_RETRACTIONS, RetractionPolicy
 from tests.coordinator.cluster_world import ClusterWorld
 
 QUEUE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key")
 PLACEMENTS = ("cost", "least_loaded", "random", "round_robin", "prefix_prefill_only")
+# What became of attempts, over all examples of one run.
+SEEN: Counter[str] = Counter()
 
 
 class ClusterMachine(RuleBasedStateMachine):
@@ -33,10 +36,25 @@ class ClusterMachine(RuleBasedStateMachine):
         placement=st.sampled_from(PLACEMENTS),
         schedule_policy=st.sampled_from(QUEUE_POLICIES),
         page_size=st.sampled_from([1, 4]),
+        by_priority=st.booleans(),
+        retraction_policy=st.sampled_from(["length", "priority"]),
     )
-    def start(self, seed: int, placement: str, schedule_policy: str, page_size: int) -> None:
+    def start(
+        self,
+        seed: int,
+        placement: str,
+        schedule_policy: str,
+        page_size: int,
+        by_priority: bool,
+        retraction_policy: RetractionPolicy,
+    ) -> None:
         self.cluster = ClusterWorld(
-            seed, placement=placement, schedule_policy=schedule_policy, page_size=page_size
+            seed,
+            placement=placement,
+            schedule_policy=schedule_policy,
+            page_size=page_size,
+            by_priority=by_priority,
+            retraction_policy=retraction_policy,
         )
 
     @rule(count=st.integers(1, 8))
@@ -77,9 +95,13 @@ class ClusterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "cluster"):
             self.cluster.settle()
+            SEEN.update(self.cluster.outcomes)
+            SEEN["preempted"] += self.cluster.preemptions
+            SEEN["restarts"] += self.cluster.restarts
 
 
 def run_machine(examples: int, steps: int) -> None:
+    SEEN.clear()
     run_state_machine_as_test(
         ClusterMachine,
         settings=settings(
@@ -91,10 +113,13 @@ def run_machine(examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    # It has met what it is about.
+    for what in ("refused", "retracted", "failed", "preempted", "restarts"):
+        assert SEEN[what], (what, SEEN)
 
 
 def test_whatever_happens_every_request_ends_with_its_own_tokens() -> None:
-    run_machine(examples=8, steps=30)
+    run_machine(examples=24, steps=40)
 
 
 @pytest.mark.slow
@@ -103,33 +128,77 @@ def test_whatever_happens_for_a_hundred_thousand_steps() -> None:
     run_machine(examples=400, steps=60)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pool_of_a_third_of_the_demand_serves_all(seed: int) -> None:
+@pytest.mark.parametrize("retraction_policy", ["length", "priority"])
+def test_a_pool_of_a_third_of_the_demand_serves_all(retraction_policy: RetractionPolicy) -> None:
     """Case 15: with retractions, refusals and every route, and nothing lost."""
-    cluster = ClusterWorld(seed, placement="cost", schedule_policy="fcfs", page_size=1)
-    cluster.disturb = False
-    for _ in range(2):  # the second time much of it is held somewhere
-        for _ in range(25):
-            cluster.arrive()
-        cluster.settle()
-    assert Counter(client.end for client in cluster.clients.values()) == {"finished": 50}
-    assert sum(client.number for client in cluster.clients.values()) > 0
-    assert cluster.state.statistics.placements == sum(
-        client.number + 1 for client in cluster.clients.values()
+    routes = set()
+    for seed in range(4):
+        cluster = ClusterWorld(
+            seed,
+            placement="cost",
+            schedule_policy="fcfs",
+            page_size=1,
+            retraction_policy=retraction_policy,
+        )
+        cluster.disturb = False
+        for _ in range(2):  # the second time much of it is held somewhere
+            for _ in range(25):
+                cluster.arrive(max_tokens=30)
+            cluster.settle()
+        assert cluster.outcomes["retracted"]
+        clients = cluster.clients.values()
+        assert Counter(client.end for client in clients) == {"finished": 50}
+        statistics = cluster.state.statistics
+        assert statistics.placements == sum(client.number + 1 for client in clients)
+        assert not cluster.state.leases
+        routes |= statistics.routes.keys()
+    assert routes == {"remote", "remote+pull", "local"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_high_priorities_take_the_place_of_low_ones_and_all_end(seed: int) -> None:
+    """Long answers of low priority fill the pools; what is urgent comes in between, and nobody is
+    retracted without end.
+    """
+    cluster = ClusterWorld(
+        seed,
+        placement="cost",
+        schedule_policy="fcfs",
+        page_size=1,
+        by_priority=True,
+        retraction_policy="priority",
     )
-    assert len(cluster.state.statistics.routes) > 1
-    assert not cluster.state.leases
+    cluster.disturb = False
+    low = [cluster.arrive(100, max_tokens=60, priority=0) for _ in range(12)]
+    for _ in range(150):
+        cluster.step()
+    urgent = [cluster.arrive(100, max_tokens=4, priority=1) for _ in range(6)]
+    steps = 0
+    while not all(cluster.clients[name].end for name in urgent):
+        cluster.step()
+        steps += 1
+        if steps % 20 == 0:
+            for worker in cluster.world.workers:
+                cluster._report(worker)
+            cluster.tick()
+    assert sum(bool(cluster.clients[name].end) for name in low) < len(low)
+    assert cluster.preemptions
+    cluster.settle()
+    assert {client.end for client in cluster.clients.values()} == {"finished"}
+    assert all(cluster.clients[name].retractions == 0 for name in urgent)
+    retractions = [cluster.clients[name].retractions for name in low]
+    assert 0 < max(retractions) <= MAX_RETRACTIONS + 2
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_pool_of_seven_pages_serves_two_that_do_not_fit_together(seed: int) -> None:
-    """Case 13: one needs 4 pages and then more, one needs 3 and then more."""
+    """Case 13: one needs 4 pages and then 1 more, one needs 3 and then 1 more."""
     cluster = ClusterWorld(
         seed, placement="cost", schedule_policy="fcfs", page_size=1, pages=7, workers=1
     )
     cluster.disturb = False
     for length in (4, 3):
-        cluster.arrive(length, max_tokens=3)
+        cluster.arrive(length, max_tokens=2)
     cluster.settle()
     assert [client.end for client in cluster.clients.values()] == ["finished"] * 2
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pd_cluster.coordinator.admission import MAX_GROWTH, NewTokenRatio, growth
-from pd_cluster.coordinator.queue import OLDEST_EVERY, Queue, make_queue_policy
+from pd_cluster.coordinator.queue import OLDEST_EVERY, PATIENCE_S, Queue, make_queue_policy
 from pd_cluster.types import AttemptId, PlaceRequest
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key")
@@ -96,6 +96,42 @@ def test_nobody_starves(policy: str) -> None:
         new = request(f"m{placed}", max_tokens=99, priority=5, routing_key="x")
         queue.add(new, [1, placed], 0.0).matched = 100
     raise AssertionError(f"starved under {policy}")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nobody_starves_under_priority_scheduling(policy: str, resumed: bool) -> None:
+    """The urgent come first while they come; who has waited long enough gets a turn all the same,
+    also one that was retracted for them.
+    """
+    queue = Queue(make_queue_policy(policy), by_priority=True)
+    old = request("old", priority=-5, resumed=resumed)
+    queue.add(old, [99], 0.0)
+    for placed in range(200):
+        queue.add(request(f"n{placed}", priority=5), [1, placed], float(placed))
+        entries, nobody_overtakes = queue.order({}, {}, float(placed))
+        assert nobody_overtakes
+        queue.remove(entries[0].request.attempt)
+        queue.placed(entries[0])
+        if entries[0].request == old:
+            assert PATIENCE_S <= placed <= PATIENCE_S + OLDEST_EVERY
+            return
+    raise AssertionError(f"starved under {policy}")
+
+
+def test_within_a_priority_the_policy_orders_and_what_resumes_comes_first() -> None:
+    entries = [
+        (request("a", max_tokens=5), [], 0),
+        (request("b", max_tokens=9), [], 0),
+        (request("c", priority=1, max_tokens=5), [], 0),
+        (request("d", priority=1, max_tokens=9), [], 0),
+        (request("r", resumed=True), [], 0),
+        (request("s", priority=1, resumed=True), [], 0),
+    ]
+    queue = Queue(make_queue_policy("lof"), by_priority=True)
+    for each, hashes, _ in entries:
+        queue.add(each, hashes, 0.0)
+    assert order(queue) == "sdcrba"
 
 
 def test_the_oldests_turn_says_so_and_ends_with_it() -> None:

@@ -373,3 +373,88 @@ def test_a_route_is_taken_only_if_every_worker_can() -> None:
     assert placement(state.place(request("c", tokens), 0.0)).route == "local"
     state.ended(ended("a"), 1.0)
     state.validate()
+
+
+# --- preemption ---
+
+PREEMPTING = replace(EAGER, enable_priority_scheduling=True)
+
+
+def full(low: int = 5, **changes: object) -> CoordinatorState:
+    """A decode worker that has no room beside `low` requests of priority 0."""
+    state = cluster(prefill=8, decode=1, scheduling=PREEMPTING)
+    for index in range(low):
+        placement(state.place(request(f"low{index}", 1000, max_tokens=1000, **changes), 0.0))
+    attempts = tuple(AttemptId(f"low{index}", 0) for index in range(low))
+    state.report(report("decode-0", attempts=attempts, available=10_000 - 1000 * low), 0.0)
+    return state
+
+
+def test_a_higher_priority_that_finds_no_room_has_lower_ones_make_it() -> None:
+    state = full()
+    assert state.place(request("high", 3000, priority=1, max_tokens=100), 0.0) == []
+    ((worker, order),) = state.take_orders()
+    assert worker == WorkerId("decode-0", "a")
+    # Its prompt, and of all growth the part that counts at first.
+    assert order.tokens == 3000 + 70 + 5 * 700
+    assert order.candidates == tuple((AttemptId(f"low{i}", 0), 700) for i in range(5))
+    assert state.take_orders() == []
+    # The worker retracts two and says so at once: there is room, before the gateways tell.
+    left = tuple(AttemptId(f"low{index}", 0) for index in range(3))
+    _, answers = state.report(report("decode-0", attempts=left, available=7_000), 0.1)
+    assert placement(answers).attempt.request == "high"
+    low = state.ratio.at(0.2)
+    for index in (3, 4):
+        state.ended(ended(f"low{index}", "retracted"), 0.2)
+        state.ended(ended(f"low{index}", "retracted"), 0.2)  # twice told is told once
+    assert state.statistics.outcomes == {"retracted": 2}
+    assert state.ratio.at(0.2) > low
+    state.validate()
+
+
+def test_nobody_is_asked_to_make_room_for_its_equal() -> None:
+    for priority, settings in ((0, {}), (1, {"priority": 1}), (1, {"retractions": 3})):
+        state = full(**settings)
+        assert state.place(request("new", 3000, priority=priority), 0.0) == []
+        assert state.take_orders() == []
+
+
+def test_without_priority_scheduling_nobody_is_asked() -> None:
+    state = cluster(prefill=8, decode=1, scheduling=EAGER, max_running_requests=1)
+    placement(state.place(request("low"), 0.0))
+    assert state.place(request("high", priority=1), 0.0) == []
+    assert state.take_orders() == []
+
+
+def test_a_place_is_asked_for_again_only_after_a_while() -> None:
+    state = full()
+    state.place(request("high", 3000, priority=1), 0.0)
+    assert len(state.take_orders()) == 1
+    state.tick(0.9)
+    assert state.take_orders() == []
+    state.tick(1.0)
+    assert len(state.take_orders()) == 1
+
+
+def test_a_worker_that_runs_as_many_as_it_may_makes_room_too() -> None:
+    state = cluster(decode=1, scheduling=PREEMPTING, max_running_requests=2)
+    for name in ("a", "b"):
+        placement(state.place(request(name), 0.0))
+    assert state.place(request("high", priority=7), 0.0) == []
+    ((_, order),) = state.take_orders()
+    assert [attempt.request for attempt, _ in order.candidates] == ["a", "b"]
+    state.ended(ended("a", "retracted"), 0.1)
+    # The one that was retracted comes back behind the higher priority, before its equals.
+    state.place(request("c"), 0.1)
+    state.place(request("a", number=1, resumed=True, retractions=1), 0.1)
+    order_of_end = []
+    for now in (1.0, 2.0, 3.0):
+        _, answers = state.report(report("decode-0"), now)
+        order_of_end += [answer.attempt.request for answer in answers]
+        for name in order_of_end[-1:]:
+            number = 1 if name == "a" else 0
+            order_of_end += [
+                answer.attempt.request for answer in state.ended(ended(name, number=number), now)
+            ]
+    assert order_of_end == ["high", "a", "c"]
+    state.validate()

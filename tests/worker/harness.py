@@ -176,6 +176,8 @@ class World:
         timeout_s: float = 1e9,
         namespace: str | None = None,
         route: Route = "remote",
+        priority: int = 0,
+        retractions: int = 0,
     ) -> AttemptId:
         attempt = AttemptId(name, number)
         tokens = np.concatenate([prompt, np.array(sent or [], np.int32)])
@@ -189,6 +191,8 @@ class World:
             timeout_s=timeout_s,
             namespace=namespace,
             route=route,
+            priority=priority,
+            retractions=retractions,
         )
         self.worker(decode).mailbox.append(start)
         return attempt

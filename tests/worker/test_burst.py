@@ -14,9 +14,7 @@ GROUPS, REQUESTS = 8, 64
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("decode", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_burst_computes_each_shared_prefix_once(
-    seed: int, decode: int, page_size: int
-) -> None:
+def test_a_burst_computes_each_shared_prefix_once(seed: int, decode: int, page_size: int) -> None:
     """64 requests of 8 prefix groups in one instant, interleaved: as many tokens are computed as
     the prefixes have, and at most one a request. Who shares what is being computed waits for it.
     """
