@@ -278,3 +278,41 @@ def test_answers_are_not_kept_where_that_is_so_set() -> None:
         cache = world.tiered[1].cache
         kept.append(cache.match(longer, now=world.now, count_hit=False).length)
     assert kept == [41, 30]
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+def test_a_retracted_requests_pages_are_found_on_the_tier_they_went_to(write: str) -> None:
+    """Its pages are published; the sequence that stays pushes them out of the pool, not further."""
+    world = make_world(1, pages=160, host=600, write_policy=write)
+    prompts = {name: prompt_of(40, seed) for seed, name in enumerate("ab")}
+    attempts = [
+        world.request(prompt, name=name, max_tokens=100, ignore_eos=True)
+        for name, prompt in prompts.items()
+    ]
+    at_rest(world)
+    outcomes = {world.outcome(attempt): attempt for attempt in attempts}
+    assert outcomes.keys() == {"retracted", "finished"}
+    first = outcomes["retracted"]
+    sent = world.answer(first)
+    held = 40 + len(sent) - 1  # the last token's KV was never computed
+
+    decode = world.tiered[1].cache
+    prompt = prompts[first.request]
+    tokens = np.concatenate([prompt, np.array(sent, np.int32)])
+    left = decode.match(tokens, now=world.now, count_hit=False).length
+    assert left < held, "some of it had to go"
+    loaded = decode.tier_statistics().host_loaded
+    again = world.request(
+        prompt,
+        name=first.request,
+        number=1,
+        sent=sent,
+        max_tokens=100,
+        ignore_eos=True,
+        route="local",
+    )
+    at_rest(world)
+    assert sent + world.answer(again) == expected_answer(prompt, 100, ignore_eos=True)
+    assert decode.tier_statistics().host_loaded - loaded == held - left
+    (sources,) = (each.sources for each in world.outputs[again] if each.sources)
+    assert sources == Sources(computed=len(tokens) - held, decode_hit=left, host_hit=held - left)
