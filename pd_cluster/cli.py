@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pd_cluster import operations, registry
+from pd_cluster import operations, registry, scale_client
 from pd_cluster.bench import runner
 from pd_cluster.bench.runner import BenchName
 from pd_cluster.config import Config, load_config
@@ -33,6 +33,7 @@ app.add_typer(model_app, name="model")
 console = Console(stderr=True, highlight=False)
 
 ClusterName = Annotated[str, typer.Option(help="Which of this user's clusters.")]
+AdminKey = Annotated[str | None, typer.Option(envvar="PD_ADMIN_KEY", help="If the server has one.")]
 # Options of `serve`, grouped as in --help. A value that is not given is left to the config file.
 MODEL, CACHE, LIMITS, CLUSTER = "Model", "KV cache", "Limits", "Cluster"
 ACCESS = "Access and logs"
@@ -312,8 +313,12 @@ def _serve(config: Config, address: str | None) -> None:
         urls = ", ".join(server.cluster.urls)
         console.print(f"pd-cluster is ready at {urls}; try:", soft_wrap=True)
         print(server.example(), flush=True)
+        changes = server.cluster.changes
         while not stop.wait(2.0):
             server.check()
+            if server.cluster.changes != changes:
+                changes = server.cluster.changes
+                registry.announce(config.cluster_name, server.cluster.urls, address)
     finally:
         registry.withdraw(config.cluster_name)
         with console.status("stopping"):
@@ -340,6 +345,45 @@ def status(
             time.sleep(1)
             info = operations.server_info(known)
             live.update(operations.status_table(cluster_name, info))
+
+
+@app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    gateways: Annotated[int | None, typer.Option(help="HTTP servers.")] = None,
+    cluster_name: ClusterName = "pd",
+    admin_key: AdminKey = None,
+    wait: Annotated[bool, typer.Option(help="Until all is as wanted.")] = True,
+) -> None:
+    """Change how many workers and gateways a running cluster has; streams go on."""
+    counts = {"prefill": prefill, "decode": decode, "gateways": gateways}
+    _scale("/admin/scale", counts, cluster_name, admin_key, wait)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its name, as `status` shows it: decode-1.")],
+    cluster_name: ClusterName = "pd",
+    admin_key: AdminKey = None,
+    wait: Annotated[bool, typer.Option(help="Until it is gone.")] = True,
+) -> None:
+    """Remove one worker: it gets no new work, finishes what it has, and goes."""
+    name = worker.partition("@")[0]
+    _scale(f"/admin/workers/{name}/drain", None, cluster_name, admin_key, wait)
+
+
+def _scale(
+    path: str, body: dict[str, int | None] | None, name: str, key: str | None, wait: bool
+) -> None:
+    operator = scale_client.Operator(operations.served(name).url, key)
+    taken = operator.ask(path, body or {})
+    if not wait:
+        console.print(scale_client.describe(taken), soft_wrap=True)
+        return
+    with console.status(scale_client.describe(taken)) as shown:
+        reached = operator.wait(taken, lambda each: shown.update(scale_client.describe(each)))
+    console.print(scale_client.describe(reached), soft_wrap=True)
 
 
 @app.command()

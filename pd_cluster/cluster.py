@@ -306,6 +306,8 @@ class Cluster:
         """Whether nothing of a worker that gets no new work is used any more."""
         if news.placed.get(name):
             return False
+        if name in self._pending:
+            return True  # it would answer when it has loaded the model
         try:
             return bool(ray.get(self.actors[name].idle.remote(), timeout=QUESTION_S))
         except (RayError, GetTimeoutError):
@@ -316,11 +318,22 @@ class Cluster:
         self._pending.pop(name, None)
         self._ports.pop(name, None)
         ray.kill(self.actors.pop(name))
+        self._await_end(name)
         self.changes += 1
         if why is None or self.scaler.members[name].state == "draining":
             self.scaler.gone(name)
         else:
             self.scaler.failed(name, why)
+
+    def _await_end(self, name: str) -> None:
+        """Until its name is free for another."""
+        end = time.monotonic() + QUESTION_S
+        while time.monotonic() < end:
+            try:
+                ray.get_actor(actor_name(self.config.cluster_name, name), namespace=NAMESPACE)
+            except ValueError:
+                return
+            time.sleep(0.02)
 
     def stop(self, *, grace: bool = True) -> None:
         """Lets running streams finish for a while, then ends every actor. Never raises."""
@@ -397,7 +410,8 @@ class Cluster:
     def _hint(self, name: str) -> str:
         """That nodes lack what it needs, if that is why."""
         needs = getattr(self.config.resources, name.rpartition("-")[0], {})
-        free = capacity(needs, [ray.available_resources()])
+        resources: Callable[[], dict[str, float]] = ray.available_resources
+        free = capacity(needs, [resources()])
         return f"; no node has what it needs free: {needs}" if free == 0 else ""
 
 

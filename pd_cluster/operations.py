@@ -72,12 +72,18 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
     }
     # A worker's name is never cut short, however narrow the terminal.
     table.add_column("worker", no_wrap=True)
+    table.add_column("state", no_wrap=True)
     for column in (*columns, "hits"):
         table.add_column(column, justify="right", no_wrap=True)
+    states = {
+        each["worker"]["name"]: each["state"]
+        for each in (info.get("coordinator") or {}).get("workers", [])
+    }
     for worker in info["workers"]:
         queries, hits = worker["cache_queries"], worker["cache_hits"]
         table.add_row(
             f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
+            states.get(worker["worker"]["name"], "-"),
             *(str(worker[field]) for field in columns.values()),
             f"{hits / queries:.1%}" if queries else "-",
         )

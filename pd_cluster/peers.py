@@ -32,7 +32,6 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     secret: bytes
     local: bool
-    local: bool
 
 
 def actor_name(cluster_name: str, name: str) -> str:

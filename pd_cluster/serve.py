@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -19,6 +20,8 @@ from pd_cluster.gateway.actor import bind
 from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.store import resolve_model
 from pd_cluster.model.weights import Weights
+from pd_cluster.nodes import capacity
+from pd_cluster.scaling import Counts
 
 
 class Server:
@@ -63,7 +66,12 @@ class Server:
         model_id = config.model if not Path(config.model).exists() else folder.name
         try:
             cluster = Cluster.start(
-                config, folder, model_id, local=address is None, progress=progress
+                config,
+                folder,
+                model_id,
+                local=address is None,
+                objection=_objection(config, model) if address is None else lambda _: None,
+                progress=progress,
             )
         except BaseException:
             ray.shutdown()
@@ -115,10 +123,38 @@ class Server:
         ray.shutdown()
 
 
+def _objection(config: Config, model: ModelConfig) -> Callable[[Counts], str | None]:
+    """Why this one machine cannot have so many workers. On several, one waits for a node that has
+    room, which an autoscaler may be about to add.
+    """
+
+    def objection(counts: Counts) -> str | None:
+        list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+        nodes = [node["Resources"] for node in list_nodes() if node["Alive"]]
+        for role, count in (("prefill", counts.prefill), ("decode", counts.decode)):
+            most = capacity(getattr(config.resources, role), nodes)
+            if most is not None and count > most:
+                return f"this machine has room for {most} {role} workers, not for {count}"
+        pools = (counts.prefill + counts.decode) * _pool_bytes(config, model)
+        memory = psutil.virtual_memory().total
+        if pools > memory:
+            return (
+                f"the KV pools of {counts.prefill + counts.decode} workers take"
+                f" {pools / 2**30:.1f} GiB; this machine has {memory / 2**30:.1f} GiB"
+            )
+        return None
+
+    return objection
+
+
+def _pool_bytes(config: Config, model: ModelConfig) -> int:
+    element = 4 if config.dtype == "float32" else 2
+    return config.max_total_tokens * model.kv_elements_per_token * element
+
+
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raises ConfigError where the KV pools of one worker alone exceed this machine's memory."""
-    element = 4 if config.dtype == "float32" else 2
-    pool = config.max_total_tokens * model.kv_elements_per_token * element
+    pool = _pool_bytes(config, model)
     memory = psutil.virtual_memory().total
     if pool > memory:
         raise ConfigError(

@@ -8,11 +8,13 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import ray
 
 from pd_cluster.config import Config
 from pd_cluster.coordinator.state import Answer, CoordinatorState
 from pd_cluster.coordinator.wire import decode_update
+from pd_cluster.coordinator.wishes import Wishes
 from pd_cluster.observability.scrape import MetricsEndpoint
 from pd_cluster.observability.snapshots import (
     CoordinatorSnapshot,
@@ -20,6 +22,7 @@ from pd_cluster.observability.snapshots import (
     WorkerStatus,
 )
 from pd_cluster.peers import ClusterSpec, Peers
+from pd_cluster.scaling import Order, Refusal, ScalingStatus, Wish
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -34,6 +37,8 @@ from pd_cluster.types import (
 # Placements may wait; ends, reports and questions have event loops of their own beside them.
 COORDINATOR_GROUPS = {"place": 100_000, "ends": 1000, "reports": 1000}
 TICK_S = 0.25
+# A wish to scale is taken or refused within this time (seconds).
+WISH_S = 15.0
 
 
 class CoordinatorActor:
@@ -46,6 +51,7 @@ class CoordinatorActor:
         # Notified when the state may want to be woken earlier than at the next tick.
         self._lock = threading.Condition()
         self._waiting: dict[AttemptId, list[Future[Placement | Rejection]]] = {}
+        self.wishes = Wishes()
         self.metrics = None
         if config.metrics_port is not None:
             self.metrics = MetricsEndpoint(
@@ -97,6 +103,36 @@ class CoordinatorActor:
         return encode(reply)
 
     @ray.method(concurrency_group="reports")
+    async def order(self, data: bytes) -> bytes:
+        """Order → News, for who starts and ends the workers: `cluster.py`."""
+        order = msgspec.msgpack.decode(data, type=Order)
+        with self._lock:
+            self._answer(self.state.set_draining(order.draining, time.monotonic()))
+            placed = {name: len(each.placed) for name, each in self.state.workers.items()}
+        return msgspec.msgpack.encode(self.wishes.order(order, placed))
+
+    @ray.method(concurrency_group="reports")
+    async def wish(self, data: bytes) -> bytes:
+        """Wish → ScalingStatus once it was taken, or Refusal."""
+        answered: asyncio.Future[ScalingStatus | Refusal] = asyncio.Future()
+
+        def answer(reply: ScalingStatus | Refusal) -> None:
+            if not answered.done():
+                answered.set_result(reply)
+
+        self.wishes.add(msgspec.msgpack.decode(data, type=Wish), answer)
+        try:
+            reply = await asyncio.wait_for(answered, WISH_S)
+        except TimeoutError:
+            reply = Refusal(status=503, message="`pd-cluster serve` does not answer")
+        return msgspec.msgpack.encode(reply)
+
+    @ray.method(concurrency_group="reports")
+    async def scaling(self) -> bytes:
+        """ScalingStatus or nil, where nobody has told it yet."""
+        return msgspec.msgpack.encode(self.wishes.status)
+
+    @ray.method(concurrency_group="reports")
     async def snapshot(self) -> CoordinatorSnapshot:
         return self._snapshot()
 
@@ -109,7 +145,7 @@ class CoordinatorActor:
                     WorkerStatus(
                         worker=each.id,
                         role=each.report.role,
-                        state="ready",
+                        state=self.state.standing(each),
                         host=each.report.host,
                         silent_s=now - each.seen,
                     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,7 @@ class CoordinatorState:
         self._orders: list[tuple[WorkerId, MakeRoom]] = []
         # Released because their worker no longer named them; their ends are still to be told.
         self._untold: OrderedDict[AttemptId, None] = OrderedDict()
+        self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
         self._work_by_tenant: Counter[str] = Counter()
         self._running_by_tenant: Counter[str] = Counter()
@@ -131,6 +132,7 @@ class CoordinatorState:
             known = self.cluster.join(report, now)
             self.lost.pop(report.worker.name, None)
             self._policy.limits = self._limits()
+            self._admit(known, now)
         known.report, known.seen = report, now
         fleet = self.cluster.fleet(report.role)
         fleet.available[known.slot] = report.available
@@ -147,6 +149,18 @@ class CoordinatorState:
         known = self.cluster.find(update.worker)
         return known is None or self.cluster.fleet(known.report.role).index.apply(update)
 
+    def set_draining(self, names: Collection[str], now: float) -> list[Answer]:
+        """The workers of these names, and no others, get no new work: they are to leave.
+
+        Who waits for one of them is considered again. What they run goes on.
+        """
+        for gone in self._draining - frozenset(names) - self.workers.keys():
+            self.lost.pop(gone, None)
+        self._draining = frozenset(names)
+        for worker in self.workers.values():
+            self._admit(worker, now)
+        return self._place(now)
+
     def measured(self, worker: WorkerId, measured: Iterable[Measured]) -> None:
         """How long a worker's steps and transfers took."""
         for each in measured:
@@ -157,6 +171,9 @@ class CoordinatorState:
         if known is not None:
             self._forget(known, now)
         return self._place(now)
+
+    def standing(self, worker: WorkerState) -> str:
+        return "draining" if worker.id.name in self._draining else "ready"
 
     # --- attempts ---
 
@@ -252,6 +269,23 @@ class CoordinatorState:
             assert abs(self.cluster.prefill.pledged[slot] - seconds) < 1e-6
 
     # --- within ---
+
+    def _admit(self, worker: WorkerState, now: float) -> None:
+        """Whether a worker gets work: not while it is to leave."""
+        admitted = worker.id.name not in self._draining
+        fleet = self.cluster.fleet(worker.report.role)
+        if fleet.ready[worker.slot] == admitted:
+            return
+        fleet.ready[worker.slot] = admitted
+        if worker.report.role == "prefill" and not admitted:
+            self._turn_away(worker, now)
+
+    def _turn_away(self, worker: WorkerState, now: float) -> None:
+        """Whoever waits for this prefill worker looks for another."""
+        self._reconsider(worker.slot, now)
+        for entry in self.queue.entries.values():
+            if entry.pledge is not None and entry.pledge[0] == worker.slot:
+                self._unpledge(entry)
 
     def _limits(self) -> RouteLimits:
         """The routes that every worker can do, of those that are wanted."""
@@ -475,14 +509,12 @@ class CoordinatorState:
 
     def _forget(self, worker: WorkerState, now: float) -> None:
         """A worker is gone: its leases end, the gateways will ask again."""
-        self.lost[worker.id.name] = worker.report
+        if worker.id.name not in self._draining:  # else that was its purpose
+            self.lost[worker.id.name] = worker.report
         for attempt in list(worker.placed):
             self._release(self.leases[attempt], now)
         if worker.report.role == "prefill":
-            self._reconsider(worker.slot, now)
-            for entry in self.queue.entries.values():
-                if entry.pledge is not None and entry.pledge[0] == worker.slot:
-                    self._unpledge(entry)
+            self._turn_away(worker, now)
         self.cluster.leave(worker)
         self.rates.forget(worker.id)
         self._policy.limits = self._limits()

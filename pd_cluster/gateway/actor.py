@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from typing import Any
 
+import msgspec
 import ray
 import uvicorn
 from ray.exceptions import RayError
@@ -31,6 +32,7 @@ from pd_cluster.observability.snapshots import (
     WorkerSnapshot,
 )
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
+from pd_cluster.scaling import Refusal, ScalingStatus, Wish
 from pd_cluster.types import (
     AttemptEnded,
     CancelAttempt,
@@ -93,6 +95,28 @@ class RayLink:
         workers = tuple(each for each in answers if isinstance(each, WorkerSnapshot))
         return ClusterSnapshot(coordinator=coordinator, workers=workers)
 
+    async def wish(self, wish: Wish) -> ScalingStatus | Refusal:
+        reply = await self._ask_coordinator("wish", msgspec.msgpack.encode(wish))
+        answer: ScalingStatus | Refusal = msgspec.msgpack.decode(
+            reply, type=ScalingStatus | Refusal
+        )
+        return answer
+
+    async def scaling(self) -> ScalingStatus | None:
+        reply = await self._ask_coordinator("scaling")
+        status: ScalingStatus | None = msgspec.msgpack.decode(reply, type=ScalingStatus | None)
+        return status
+
+    async def _ask_coordinator(self, question: str, *args: bytes) -> bytes:
+        try:
+            reply: bytes = await getattr(self.peers.handle(COORDINATOR), question).remote(*args)
+        except (ValueError, RayError) as error:
+            self.peers.forget(COORDINATOR)
+            raise Unavailable(
+                f"the coordinator cannot be reached: {error}", retry_after=1.0
+            ) from error
+        return reply
+
     async def flush(self, role: Role | None) -> dict[str, Any]:
         snapshot = await self.snapshot()
         workers = snapshot.coordinator.workers if snapshot.coordinator else ()
@@ -130,12 +154,19 @@ class RayBackend:
         snapshot = await self.link.snapshot()
         if snapshot.coordinator is None:
             return "the coordinator does not answer"
-        roles = {status.role for status in snapshot.coordinator.workers}
+        workers = snapshot.coordinator.workers
+        roles = {status.role for status in workers if status.state == "ready"}
         missing = [role for role in ("prefill", "decode") if role not in roles]
         return f"no {' and no '.join(missing)} worker is ready" if missing else None
 
     async def snapshot(self) -> ClusterSnapshot:
         return await self.link.snapshot()
+
+    async def wish(self, wish: Wish) -> ScalingStatus | Refusal:
+        return await self.link.wish(wish)
+
+    async def scaling(self) -> ScalingStatus | None:
+        return await self.link.scaling()
 
     async def flush(self, role: Role | None) -> dict[str, Any]:
         return await self.link.flush(role)
@@ -219,11 +250,11 @@ class GatewayActor:
         if self._driver is not None:
             self._driver.deliver(decode(data, OutputBatch))
 
-    async def stop(self) -> None:
-        """Answers new requests with 503; running ones get `timeouts.shutdown_s` to finish."""
+    async def stop(self, wait_s: float) -> None:
+        """Answers new requests with 503; running ones get `wait_s` to finish."""
         if self._server is None or self._serving is None or self._driver is None:
             return
-        if not await self.gate.close(self.config.timeouts.shutdown_s):
+        if not await self.gate.close(wait_s):
             self._driver.close()
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=1)

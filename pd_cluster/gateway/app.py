@@ -15,6 +15,7 @@ from pd_cluster.gateway.native import native_routes
 from pd_cluster.gateway.openai import openai_routes
 from pd_cluster.gateway.openapi import openapi_routes
 from pd_cluster.gateway.prepare import Preparer
+from pd_cluster.gateway.scale import scale_routes
 from pd_cluster.gateway.services import Services
 from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.observability.metrics import GatewayMetrics
@@ -42,5 +43,6 @@ def create_app(
     app.include_router(openai_routes(services))
     app.include_router(native_routes(services))
     app.include_router(admin_routes(services))
+    app.include_router(scale_routes(services))
     app.include_router(openapi_routes())
     return app

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from pd_cluster.gateway.instructions import Usage
 from pd_cluster.observability.snapshots import ClusterSnapshot
+from pd_cluster.scaling import Refusal, ScalingStatus, Wish
 from pd_cluster.types import FinishReason, Role, SamplingParams, TokenLogprobs
 
 
@@ -115,6 +116,17 @@ class Backend(Protocol):
 
     def stories(self, request_id: str) -> list[dict[str, Any]]:
         """What became of each sequence of a running or recent request; empty: not known."""
+        ...
+
+    async def wish(self, wish: Wish) -> ScalingStatus | Refusal:
+        """Has other numbers of actors, or a worker removed; returns once that has been taken.
+
+        Raises Unavailable where nobody answers.
+        """
+        ...
+
+    async def scaling(self) -> ScalingStatus | None:
+        """The actors that there are and shall be; None: not known yet. Raises Unavailable."""
         ...
 
     async def flush(self, role: Role | None) -> dict[str, Any]:

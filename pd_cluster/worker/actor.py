@@ -206,6 +206,16 @@ class WorkerActor:
         return await self._ask(lambda: self.scheduler.cache.reset() * self.config.page_size)
 
     @ray.method(concurrency_group="control")
+    async def idle(self) -> bool:
+        """Whether nothing of this worker is used: no attempt, no job, no page in flight."""
+        return await self._ask(lambda: self.scheduler.idle)
+
+    @ray.method(concurrency_group="control")
+    async def give_up(self) -> None:
+        """Sends all work away, to be done by others."""
+        await self._ask(lambda: self._obey(self.scheduler.give_up(time.monotonic())))
+
+    @ray.method(concurrency_group="control")
     async def validate(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests and debugging."""
         await self._ask(self.scheduler.validate)

@@ -215,6 +215,14 @@ class DecodeSequences:
             out += self._retract(victim, "preemption", "a higher priority needs its place", now)
         return out
 
+    def give_up(self, now: float) -> list[Instruction]:
+        """Retracts every attempt that has not ended, whatever it is doing."""
+        out: list[Instruction] = []
+        for seq in [seq for seq in self.sequences.values() if not seq.ended]:
+            if seq.state != "draining":
+                out += self._retract(seq, "scale_in", "its worker is to leave", now)
+        return out
+
     def plan_local(self, budget: int, chunk: int) -> list[Row]:
         """Rows of the prompts that are computed here: `budget` tokens together, `chunk` each."""
         rows: list[Row] = []

@@ -181,6 +181,14 @@ class PrefillJobs:
             out += self._stop(job, failed, now, "decode worker lost")
         return out
 
+    def give_up(self, now: float) -> list[Instruction]:
+        """Stops every job; decode's attempts fail and are tried again elsewhere."""
+        out: list[Instruction] = []
+        for job in [job for job in self.jobs.values() if job.state != "stopping"]:
+            failed = PrefillFailed(attempt=job.attempt, reason="its worker is to leave")
+            out += self._stop(job, failed, now, "its worker is to leave")
+        return out
+
     def tick(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for job in [job for job in self.jobs.values() if now >= job.deadline]:

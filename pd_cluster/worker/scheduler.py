@@ -120,6 +120,10 @@ class WorkerScheduler:
         """Enforces deadlines; to be called at least every second or so."""
         return self.prefill.tick(now) + self.decode.tick(now) + self.decode.promoted(now)
 
+    def give_up(self, now: float) -> list[Instruction]:
+        """Sends all work away, to be done by others: this worker is to leave."""
+        return self.prefill.give_up(now) + self.decode.give_up(now)
+
     def take_tier_ops(self) -> list[TierOp]:
         """Copies to be started now, those that say so made, before any instruction is obeyed."""
         return [] if self.tiers is None else self.tiers.take_ops()
