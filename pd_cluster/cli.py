@@ -387,6 +387,26 @@ def _scale(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="An answer's id, or its X-Request-Id.")],
+    cluster_name: ClusterName = "pd",
+    url: Annotated[str | None, typer.Option(help="A gateway's address, instead.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="If there is one.", envvar="PD_ADMIN_KEY")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the server says.")] = False,
+) -> None:
+    """Show what became of a request, and why it was placed where it was."""
+    addresses = [url] if url is not None else operations.served(cluster_name).urls
+    found = operations.explanation(addresses, request_id, admin_key)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for part in operations.explanation_tables(found):
+        Console(highlight=False).print(part, soft_wrap=isinstance(part, str))
+
+
+@app.command()
 def down(
     cluster_name: ClusterName = "pd",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 60.0,

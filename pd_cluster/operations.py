@@ -7,7 +7,10 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -90,6 +93,66 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
     coordinator = info.get("coordinator")
     if coordinator:
         table.caption = f"{coordinator['running']} placed, {coordinator['waiting']} waiting"
+    return table
+
+
+def explanation(urls: list[str], request_id: str, admin_key: str | None) -> dict[str, Any]:
+    """What became of a request and why it was placed where it was: each gateway knows its own.
+
+    Raises StartError where none of them does.
+    """
+    complaint = ""
+    for url in urls:
+        address = f"{url}/admin/requests/{urllib.parse.quote(request_id)}"
+        headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
+        request = urllib.request.Request(address, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=QUESTION_S) as response:
+                found: dict[str, Any] = json.load(response)
+                return found
+        except urllib.error.HTTPError as error:
+            with error:
+                try:
+                    complaint = json.load(error)["error"]["message"]
+                except (ValueError, KeyError, TypeError):
+                    complaint = f"{url} does not answer as pd-cluster does: {error}"
+        except OSError as error:
+            complaint = f"{url} does not answer: {error}"
+    raise StartError(complaint)
+
+
+def explanation_tables(found: dict[str, Any]) -> Iterator[Table | str]:
+    """For each sequence its story, and for each attempt the candidates and what they would cost."""
+    for sequence in found["sequences"]:
+        table = Table(title=f"{sequence['id']}: {sequence['state']}", box=box.SIMPLE)
+        table.add_column("seconds ago", justify="right")
+        table.add_column("state")
+        table.add_column("why")
+        for move in sequence["story"]:
+            table.add_row(f"{move['ago_s']:.3f}", move["state"], move["why"])
+        yield table
+        for placed in sequence["placements"]:
+            yield (
+                f"attempt {placed['attempt']}: {placed['route']},"
+                f" prefill {placed['prefill']} (holds {placed['prefill_held']} tokens), decode {placed['decode']} (holds"
+                f" {placed['decode_held']}), after {placed['queue_s']:.3f} s in the queue"
+            )
+            for group, candidates in placed["candidates"].items():
+                yield _candidates_table(group, candidates)
+
+
+def _candidates_table(group: str, candidates: list[dict[str, Any]]) -> Table:
+    """The cheapest first; terms in milliseconds."""
+    names = list(dict.fromkeys(name for each in candidates for name in each))
+    terms = [name for name in names if name not in ("worker", "cost", "held")]
+    table = Table(title=f"{group} (costs in ms)", box=box.SIMPLE)
+    table.add_column("worker", no_wrap=True)
+    for name in ("held", "cost", *terms):
+        table.add_column(name, justify="right")
+    for each in sorted(candidates, key=lambda each: float(each["cost"])):
+        costs = (each.get(name) for name in ("cost", *terms))
+        shown = ("-" if cost is None else f"{1000 * cost:.2f}" for cost in costs)
+        table.add_row(each["worker"], str(each["held"]), *shown)
     return table
 
 

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # A worker that does not answer a question of the operator's within this time is left out (seconds).
 QUESTION_S = 5.0
+# Of a request with very many attempts the last ones are explained.
+EXPLAINED_ATTEMPTS = 16
 
 
 class RayLink:
@@ -124,6 +126,18 @@ class RayLink:
         freed = await asyncio.gather(*(self._ask(worker, "flush") for worker in chosen))
         return {worker.name: tokens for worker, tokens in zip(chosen, freed, strict=True)}
 
+    async def placements(self, sequence: str, attempts: int) -> list[dict[str, Any]]:
+        numbers = range(max(1, attempts - EXPLAINED_ATTEMPTS + 1), attempts + 1)
+        try:
+            coordinator = self.peers.handle(COORDINATOR)
+            asked = [coordinator.explain.remote(sequence, number) for number in numbers]
+            found = await asyncio.wait_for(asyncio.gather(*asked), QUESTION_S)
+        except (ValueError, RayError, TimeoutError):
+            self.peers.forget(COORDINATOR)
+            return []
+        pairs = zip(numbers, found, strict=True)
+        return [{"attempt": number, **reasons} for number, reasons in pairs if reasons is not None]
+
     async def _ask(self, worker: WorkerId, question: str) -> Any:
         """None where the worker does not answer."""
         try:
@@ -173,6 +187,9 @@ class RayBackend:
 
     def stories(self, request_id: str) -> list[dict[str, Any]]:
         return self.driver.stories(request_id)
+
+    async def placements(self, sequence: str, attempts: int) -> list[dict[str, Any]]:
+        return await self.link.placements(sequence, attempts)
 
 
 class GatewayActor:

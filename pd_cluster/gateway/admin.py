@@ -56,7 +56,11 @@ def admin_routes(services: Services) -> APIRouter:
         if not sequences:
             message = f"no request {request_id!r} is running or among the recent ones"
             raise NotFound(message, param="request_id", code="request_not_found")
-        return json_response({"id": request_id, "sequences": sequences})
+        explained = [
+            {**each, "placements": await services.backend.placements(each["id"], each["attempts"])}
+            for each in sequences
+        ]
+        return json_response({"id": request_id, "sequences": explained})
 
     return router
 

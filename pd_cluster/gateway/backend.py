@@ -129,6 +129,10 @@ class Backend(Protocol):
         """The actors that there are and shall be; None: not known yet. Raises Unavailable."""
         ...
 
+    async def placements(self, sequence: str, attempts: int) -> list[dict[str, Any]]:
+        """Why each of a sequence's attempts was placed where it was, as far as that is known."""
+        ...
+
     async def flush(self, role: Role | None) -> dict[str, Any]:
         """Empties the prefix caches of `role`'s workers, or of all; what was done, by worker."""
         ...

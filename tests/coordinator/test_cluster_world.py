@@ -125,7 +125,7 @@ def test_whatever_happens_every_request_ends_with_its_own_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_whatever_happens_for_a_hundred_thousand_steps() -> None:
-    run_machine(examples=400, steps=60)
+    run_machine(examples=1700, steps=60)
 
 
 @pytest.mark.parametrize("retraction_policy", ["length", "priority"])

@@ -130,6 +130,9 @@ class FakeCluster:
     def stories(self, request_id: str) -> list[dict[str, Any]]:
         return self.driver.stories(request_id)
 
+    async def placements(self, sequence: str, attempts: int) -> list[dict[str, Any]]:
+        return [{"attempt": number + 1, "decode": str(DECODE)} for number in range(attempts)]
+
     # ClusterLink
 
     async def place(self, request: PlaceRequest) -> Placement | Rejection:

@@ -168,6 +168,10 @@ async def test_a_story(client, cluster):
         first, second = (await client.get(f"/admin/requests/{name}")).json()["sequences"]
         assert sorted([first["attempts"], second["attempts"]]) == [1, 2]
         assert first["completion_tokens"] == 5
+        for sequence in (first, second):
+            assert [each["attempt"] for each in sequence["placements"]] == [
+                *range(1, sequence["attempts"] + 1)
+            ]
         retried = first if first["attempts"] == 2 else second
         assert [move["state"] for move in retried["story"]] == [
             *("new", "placing", "running", "placing", "running", "finished")
