@@ -30,15 +30,17 @@ from tests.transfer.conftest import SECRET, World
 from tests.transfer.node import PAGE, Node, RemoteNode, eventually, rows
 
 MIB = 1 << 20
+TCP_ALONE = {"NET_DEVICES": "lo", "TLS": "tcp,self"}
 
 
 def test_every_transport_and_kind_of_message(later: Callable[[Any], Any], transport: str) -> None:
     """Long runs, short runs, and both mixed, at odd addresses, checked byte by byte."""
-    settings = {"NET_DEVICES": "lo", "TLS": "tcp,self"} if transport == "network" else {}
-    options = {"transport": transport, "settings": settings}
+    options: dict[str, Any] = {"transport": transport}
+    if transport in ("ucx", "tcp"):
+        options = {"transport": "network", "network": transport, "settings": TCP_ALONE}
     target = later(RemoteNode(name="t", secret=SECRET, options=options, pages=24, page=MIB, seed=2))
     made = later(
-        nixl.agent("ucx", name="i", secret=SECRET, options=UcxOptions(**options))  # type: ignore[arg-type]
+        nixl.agent("ucx", name="i", secret=SECRET, options=UcxOptions(**options))
     )
     node = Node(made, pages=24, page=MIB, seed=1)
     node.add(target.metadata())
@@ -79,7 +81,7 @@ def test_every_transport_and_kind_of_message(later: Callable[[Any], Any], transp
             assert np.array_equal(node.memory, mine)
 
 
-@pytest.fixture(params=["auto", "shared-memory", "network"])
+@pytest.fixture(params=["auto", "shared-memory", "ucx", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 import socket
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from pd_transfer.dial import proof
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.errors import (
@@ -19,6 +22,7 @@ from pd_transfer.handshake import Transport, nonce
 from pd_transfer.link import Endpoint, Link
 from pd_transfer.messages import (
     VERSION,
+    Attach,
     Bye,
     Challenge,
     Done,
@@ -43,11 +47,13 @@ from pd_transfer.messages import (
 )
 from pd_transfer.regions import Vector
 from pd_transfer.runs import Runs
+from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.wire import Receiving, Sending
 
 logger: Final = logging.getLogger("pd_transfer")
 
 _HANDSHAKE_SECONDS: Final = 10.0
+_TICKET: Final = 32
 
 
 @dataclass(eq=False)
@@ -60,11 +66,20 @@ class _Service:
     job: Sending | Receiving | Copy | None = None
 
 
+class Acceptor(Endpoint, Protocol):
+    def ticketed(self, ticket: bytes) -> AcceptedLink | None:
+        """The link that waits for a data connection with this ticket."""
+
+
 class AcceptedLink(Link):
-    def __init__(self, owner: Endpoint, secret: bytes, sock: socket.socket) -> None:
+    owner: Acceptor
+
+    def __init__(self, owner: Acceptor, secret: bytes, sock: socket.socket) -> None:
         super().__init__(owner, secret)
+        # What a data connection shows to be joined to this link; empty where none is to come.
+        self.ticket = b""
         self._services: dict[int, _Service] = {}
-        self._best = Transport.NETWORK
+        self._best = Transport.TCP
         self._identified: Identity | None = None
         self._expecting = self._hello
         self._timer = owner.loop.later(
@@ -80,6 +95,9 @@ class AcceptedLink(Link):
     # The handshake.
 
     def _hello(self, message: Message, body: bytes) -> None:
+        if isinstance(message, Attach):
+            self._give_away(message)
+            return
         if not isinstance(message, Hello) or not message.name or len(message.generation) != 16:
             raise ProtocolError("the first message is not a greeting")
         if message.version != VERSION:
@@ -92,6 +110,23 @@ class AcceptedLink(Link):
             self._transcript.add(self.connection.send(Challenge(VERSION, nonce())))
             self._expecting = self._identity
 
+    def _give_away(self, message: Attach) -> None:
+        """This is not a link but the data connection of one."""
+        link = self.owner.ticketed(message.ticket)
+        if link is None or not hmac.compare_digest(
+            message.proof, proof(self._secret, b"dialer", message.ticket)
+        ):
+            raise ProtocolError("not the ticket of a data connection")
+        assert isinstance(link._wire, TcpWire)
+        sock = self.connection.detach()
+        self.owner.forget(self)
+        link.ticket = b""
+        try:
+            sock.send(proof(self._secret, b"acceptor", message.ticket))
+        except OSError:
+            pass  # reading will tell
+        link._wire.attach(sock)
+
     def _identity(self, message: Message, body: bytes) -> None:
         identity = self._opened(message)
         if not isinstance(identity, Identity):
@@ -100,7 +135,7 @@ class AcceptedLink(Link):
         self._watch_process(identity)
         self._identified = identity
         self._best = self._best_transport(identity)
-        own = self.owner.probe.identity(self._best)
+        own = self.owner.probe.identity(self._best, self.owner.fabric)
         self.connection.send(self._transcript.seal(b"acceptor", own))
         self._expecting = self._ready_to_connect
 
@@ -116,8 +151,10 @@ class AcceptedLink(Link):
             raise ProtocolError("a transport that was not offered")
         assert self._identified is not None
         address = self._open_data(transport, self._identified)
+        if transport == Transport.TCP:
+            address = self.ticket = secrets.token_bytes(_TICKET)
         try:
-            self._connect_data(ready.worker, transport)
+            self._connect_data(ready.address, transport)
         except nixlBackendError as error:
             self._refuse(error)
             return

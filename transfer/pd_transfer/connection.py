@@ -75,6 +75,19 @@ class Connection:
                 self._loop.unwatch(self._sock.fileno())
                 self._sock.close()
 
+    def detach(self) -> socket.socket:
+        """Give the socket away, with nothing read of what follows the message just received.
+
+        Raises:
+            ProtocolError: something had followed already.
+        """
+        with self._lock:
+            if self._in or self._out:
+                raise ProtocolError("more than was asked for")
+            self.open = False
+            self._loop.unwatch(self._sock.fileno())
+        return self._sock
+
     def _fail(self, reason: str) -> None:
         if self.open:
             self.close()
@@ -100,7 +113,7 @@ class Connection:
             self._out.clear()
         if bool(self._out) != self._waiting_to_write:
             self._waiting_to_write = bool(self._out)
-            self._loop.watch_writable(self._sock.fileno(), self._waiting_to_write)
+            self._loop.interest(self._sock.fileno(), writable=self._waiting_to_write)
 
     def _read(self) -> None:
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
 import socket
 from dataclasses import dataclass
 
+from pd_transfer.dial import Attaching, Dialing
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.errors import (
@@ -45,6 +44,7 @@ from pd_transfer.messages import (
 )
 from pd_transfer.metadata import Metadata
 from pd_transfer.state import Transfer
+from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.wire import Receiving, Sending
 
 
@@ -77,32 +77,20 @@ class DialedLink(Link):
         self._by_transfer: dict[Transfer, _Operation] = {}
         # What is asked for before the link is open, in order.
         self._waiting: list[Transfer | Notify] = []
-        self._dialing: socket.socket | None = None
+        self._dialing: Dialing | Attaching | None = None
         self._timer: Timer | None = None
-        self._transport = Transport.NETWORK
+        self._transport = Transport.TCP
 
     def dial(self, timeout: float) -> None:
         if self.closed:
             return
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        self._dialing = sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
         self._timer = self.owner.loop.later(timeout, lambda: self._disconnected("no answer"))
-        self.owner.loop.watch(sock.fileno(), self._dialed)
-        failure = sock.connect_ex(self._address)
-        if failure not in (0, errno.EINPROGRESS):
-            self._disconnected(f"cannot connect: {os.strerror(failure)}")
-        else:
-            self.owner.loop.watch_writable(sock.fileno(), True)
+        self._dialing = Dialing(self.owner.loop, self._address, self._dialed, self._disconnected)
+        self._dialing.start()
 
-    def _dialed(self) -> None:
-        sock = self._dialing
-        assert sock is not None
-        failure = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failure:
-            self._disconnected(f"cannot connect: {os.strerror(failure)}")
-            return
-        self._stop_dialing()
+    def _dialed(self, sock: socket.socket) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
         self.attach(sock)
         self._transcript.add(
             self.connection.send(
@@ -117,13 +105,6 @@ class DialedLink(Link):
         )
         self._expecting = self._challenge
 
-    def _stop_dialing(self) -> None:
-        if self._dialing is not None:
-            self.owner.loop.unwatch(self._dialing.fileno())
-            self._dialing = None
-        if self._timer is not None:
-            self._timer.cancel()
-
     # The handshake. It has no deadline: the peer may be stopped or busy for long.
 
     def _challenge(self, message: Message, body: bytes) -> None:
@@ -133,7 +114,7 @@ class DialedLink(Link):
         if not isinstance(message, Challenge) or message.version != VERSION:
             raise ProtocolError("expected a challenge")
         self._transcript.add(body)
-        identity = self.owner.probe.identity(self.owner.transport)
+        identity = self.owner.probe.identity(self.owner.transport, self.owner.fabric)
         self.connection.send(self._transcript.seal(b"dialer", identity))
         self._expecting = self._identity
 
@@ -158,11 +139,31 @@ class DialedLink(Link):
         ready = self._opened(message)
         if not isinstance(ready, Ready) or ready.transport != self._transport:
             raise ProtocolError("expected readiness")
+        if isinstance(self._wire, TcpWire):
+            # Nothing more is said on the control connection until the other one stands.
+            self._expecting = self._unexpected
+            self._dialing = Attaching(
+                self.owner.loop,
+                self._address,
+                self._secret,
+                ready.address,
+                self._attached,
+                self._disconnected,
+            )
+            return
         try:
-            self._connect_data(ready.worker, self._transport)
+            self._connect_data(ready.address, self._transport)
         except nixlBackendError as error:
             self.owner.lost(self, error)
             return
+        self._begin()
+
+    def _attached(self, sock: socket.socket) -> None:
+        assert isinstance(self._wire, TcpWire)
+        self._wire.attach(sock)
+        self._begin()
+
+    def _begin(self) -> None:
         with self._lock:  # what other threads send comes after what has been waiting
             self._ready()
             waiting, self._waiting = self._waiting, []
@@ -381,10 +382,10 @@ class DialedLink(Link):
         self._leave_if_done()
 
     def _end_all(self, error: Exception) -> None:
-        sock = self._dialing
-        self._stop_dialing()
-        if sock is not None:
-            sock.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._dialing is not None:
+            self._dialing.cancel()
         ending = [item for item in self._waiting if not isinstance(item, Notify)]
         ending += [operation.transfer for operation in self._operations.values()]
         self._waiting.clear()

@@ -26,9 +26,12 @@ _PROBE: Final = 16
 class Transport(enum.IntEnum):
     """From worst to best; two processes use the best that both can."""
 
-    NETWORK = 0
-    SHARED_MEMORY = 1
-    CROSS_MEMORY = 2
+    TCP = 0
+    """Sockets of our own."""
+    NETWORK = 1
+    """What UCX finds: for fabrics with RDMA."""
+    SHARED_MEMORY = 2
+    CROSS_MEMORY = 3
 
 
 class Transcript:
@@ -83,13 +86,14 @@ class Probe:
     def __init__(self) -> None:
         self._bytes = ctypes.create_string_buffer(secrets.token_bytes(_PROBE), _PROBE)
 
-    def identity(self, transport: Transport) -> Identity:
+    def identity(self, transport: Transport, fabric: Transport = Transport.TCP) -> Identity:
         return Identity(
             host=host_id(),
             pid=os.getpid(),
             probe_address=ctypes.addressof(self._bytes),
             probe=self._bytes.raw,
             transport=int(transport),
+            fabric=int(fabric),
         )
 
 
@@ -105,10 +109,11 @@ def allow_tracing() -> None:
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
 
 
-def best_transport(own: Transport, peer: Identity) -> Transport:
-    """The best transport towards a peer that we are able and allowed (`own`) to use."""
+def best_transport(own: Transport, fabric: Transport, peer: Identity) -> Transport:
+    """The best transport towards a peer that we are able and allowed to use: on one host `own`,
+    between hosts `fabric`."""
     if peer.host != host_id():
-        return Transport.NETWORK
+        return Transport(max(0, min(fabric, peer.fabric)))
     if min(own, peer.transport) < Transport.CROSS_MEMORY:
         return Transport(max(0, min(own, peer.transport)))
     if _can_read(peer):

@@ -14,15 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ucxx._lib import libucxx
-
 from pd_transfer.connection import Connection
 from pd_transfer.direct import Copier
-from pd_transfer.errors import nixlBackendError
 from pd_transfer.handshake import Probe, Transcript, Transport, best_transport, host_id
 from pd_transfer.loop import Loop
 from pd_transfer.messages import Identity, Message, ProtocolError
 from pd_transfer.state import State
+from pd_transfer.tcp_wire import TcpWire
+from pd_transfer.ucx_wire import UcxWire
 from pd_transfer.wire import Wire
 
 
@@ -33,6 +32,7 @@ class Endpoint(Protocol):
     loop: Loop
     probe: Probe
     transport: Transport
+    fabric: Transport
 
     def context(self, transport: Transport) -> Any: ...
 
@@ -56,6 +56,7 @@ class Link(ABC):
         self.open = False
         # Has been open. Unlike `open` it stays true while the link is being closed.
         self.proven = False
+        self._secret = secret
         self._transcript = Transcript(secret)
         self._expecting: Callable[[Message, bytes], None] = self._unexpected
         self._connection: Connection | None = None
@@ -112,26 +113,30 @@ class Link(ABC):
     def _disconnected(self, reason: str) -> None: ...
 
     def _best_transport(self, identity: Identity) -> Transport:
-        best = best_transport(self.owner.transport, identity)
+        best = best_transport(self.owner.transport, self.owner.fabric, identity)
         if best == Transport.CROSS_MEMORY and self._pidfd < 0 and identity.pid != os.getpid():
             return Transport.SHARED_MEMORY  # nothing would tell another process of its number
         return best
 
     def _open_data(self, transport: Transport, identity: Identity) -> bytes:
-        """Prepare to move data. Returns the address of our end of it."""
+        """Prepare to move data. Returns the address of our end of it, where it has one."""
         if transport == Transport.CROSS_MEMORY:
             self._copier = Copier(self.owner.loop, identity.pid, self._pidfd, self._disconnected)
             return b""
-        self._wire = Wire(self.owner.loop, self.owner.context(transport), self._disconnected)
-        return self._wire.address
+        if transport == Transport.TCP:
+            self._wire = TcpWire(self.owner.loop, self._disconnected)
+            return b""
+        wire = UcxWire(self.owner.loop, self.owner.context(transport), self._disconnected)
+        self._wire = wire
+        return wire.address
 
     def _connect_data(self, address: bytes, transport: Transport) -> None:
-        if transport == Transport.CROSS_MEMORY:
-            return
-        try:
-            self.wire.connect(address, transport)
-        except libucxx.UCXError as error:
-            raise nixlBackendError(f"no transport to {self.peer!r}: {error}") from error
+        """
+        Raises:
+            nixlBackendError: UCX finds no way there.
+        """
+        if isinstance(self._wire, UcxWire):
+            self._wire.connect(address, transport)
 
     def _watch_process(self, identity: Identity) -> None:
         """A killed process whose children hold its socket sends no end of file; this tells."""

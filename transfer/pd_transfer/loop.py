@@ -74,8 +74,10 @@ class Loop:
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
-    def watch_writable(self, fd: int, wanted: bool) -> None:
-        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+    def interest(self, fd: int, *, readable: bool = True, writable: bool = False) -> None:
+        """What the handler is to be told of; of the connection's end always."""
+        events = (select.EPOLLIN if readable else 0) | (select.EPOLLOUT if writable else 0)
+        self._epoll.modify(fd, events)
 
     def unwatch(self, fd: int) -> None:
         del self._handlers[fd]

@@ -7,6 +7,8 @@ Sealed(Identity) ->                             handshake.py
                  <-                   Sealed(Identity) | Refused
 Sealed(Ready)    ->
                  <-                   Sealed(Ready)
+Attach           ->                   TCP: on a second connection, which then carries data alone
+                 <-                   a proof in return, DATA_PROOF bytes
 Post, Notify     ->                   then at any time
                  <-                   Done | Failed | Granted (READ, CROSS_MEMORY)
 Stopped (WRITE)  ->                   the dialer sends no further message of this transfer
@@ -32,7 +34,7 @@ from pd_transfer.errors import (
 )
 from pd_transfer.regions import Vector
 
-VERSION: Final = 2
+VERSION: Final = 3
 HEADER: Final = struct.Struct("<I")
 # Before its peer has proved itself, a connection cannot make us hold more than this.
 STRANGER_FRAME: Final = 16 * 1024
@@ -70,20 +72,25 @@ class Sealed(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class Identity(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Where a process runs, and the best transport that it can use with its peer."""
+    """Where a process runs, and the best transports that it can use: with a peer on the same host
+    and with one elsewhere."""
 
     host: str
     pid: int
     probe_address: int
     probe: bytes
     transport: int
+    fabric: int
 
 
 class Ready(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """The chosen transport, the dialer's word being final, and the UCX worker's address."""
+    """The chosen transport, the dialer's word being final, and where data goes.
+
+    `address` is the UCX worker's; for TCP the acceptor's ticket for the data connection.
+    """
 
     transport: int
-    worker: bytes
+    address: bytes
 
 
 class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
@@ -147,8 +154,19 @@ class Bye(msgspec.Struct, tag=16, array_like=True, frozen=True):
     pass
 
 
+class Attach(msgspec.Struct, tag=18, array_like=True, frozen=True):
+    """The first and only message of a data connection: the link's ticket, and the secret's proof.
+
+    A ticket is good for one connection.
+    """
+
+    ticket: bytes
+    proof: bytes
+
+
 Message = (
     Hello
+    | Attach
     | Challenge
     | Refused
     | Sealed

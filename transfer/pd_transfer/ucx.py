@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,7 +30,7 @@ from pd_transfer.loop import Loop
 from pd_transfer.messages import Notify
 from pd_transfer.metadata import Metadata
 from pd_transfer.state import Backend, PeerState, State, Transfer
-from pd_transfer.wire import open_context
+from pd_transfer.ucx_wire import open_context
 
 _TRANSPORTS: Final = {
     "auto": Transport.CROSS_MEMORY,
@@ -37,6 +38,9 @@ _TRANSPORTS: Final = {
     "shared-memory": Transport.SHARED_MEMORY,
     "network": Transport.NETWORK,
 }
+_FABRICS: Final = {"tcp": Transport.TCP, "ucx": Transport.NETWORK}
+# UCX's names of transports for RDMA; what it has else between hosts is tcp.
+_RDMA: Final = ("rc", "ud", "dc", "srd", "ib", "gga")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class UcxOptions:
         transport: the best one to use. "auto" and "cross-memory" read the peer's memory directly
             on one host, "shared-memory" copies through segments, "network" behaves as if every
             peer were on another host.
+        network: what joins hosts: "ucx", sockets of our own ("tcp"), or as suits the fabric: UCX
+            where it may use RDMA here, else sockets, which are faster than UCX's. The environment's
+            `PD_TRANSFER_NETWORK` takes the place of "auto". Where two sides differ, sockets.
         connect_timeout: seconds until a peer that does not answer at all counts as dead.
         settings: UCX's own, without the `UCX_` prefix, e.g. ``{"NET_DEVICES": "lo"}``.
     """
@@ -57,12 +64,15 @@ class UcxOptions:
     port: int = 0
     advertise: str = ""
     transport: Literal["auto", "cross-memory", "shared-memory", "network"] = "auto"
+    network: Literal["auto", "ucx", "tcp"] = "auto"
     connect_timeout: float = 10.0
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
             raise ValueError(f"transport is one of {list(_TRANSPORTS)}, not {self.transport!r}")
+        if self.network not in ("auto", *_FABRICS):
+            raise ValueError(f"network is auto, ucx or tcp, not {self.network!r}")
         if self.host in ("", "0.0.0.0", "::") and not self.advertise:
             raise ValueError("a wildcard host needs an address to advertise")
 
@@ -81,7 +91,10 @@ class UcxBackend(Backend):
     def __init__(self, state: State, options: UcxOptions, secret: bytes | None) -> None:
         self.state = state
         self.host = options.host
+        self.fabric = _fabric(options)
         self.transport = _TRANSPORTS[options.transport]
+        if options.transport == "network":
+            self.transport = self.fabric
         self.loop = Loop(f"pd_transfer {state.name}")
         self.probe = Probe()
         self._options = options
@@ -212,6 +225,12 @@ class UcxBackend(Backend):
             secret = self._key if self._secret is None else self._secret
             self._links.add(AcceptedLink(self, secret, sock))
 
+    def ticketed(self, ticket: bytes) -> AcceptedLink | None:
+        for link in self._links:
+            if isinstance(link, AcceptedLink) and link.ticket and link.ticket == ticket:
+                return link
+        return None
+
     def _post(self, transfer: Transfer) -> None:
         link = self._dialed.get(transfer.peer)
         if link is not None and link.generation == transfer.generation:
@@ -232,3 +251,30 @@ class UcxBackend(Backend):
         for link in list(self._links):
             self._close(link, error)
         self._contexts.clear()
+
+
+def _fabric(options: UcxOptions) -> Transport:
+    """What this agent would use between hosts.
+
+    Raises:
+        ValueError: `PD_TRANSFER_NETWORK` is set to something else than its values.
+    """
+    wanted: str = options.network
+    if wanted == "auto":
+        wanted = os.environ.get("PD_TRANSFER_NETWORK", "auto")
+    if wanted in _FABRICS:
+        return _FABRICS[wanted]
+    if wanted != "auto":
+        raise ValueError(f"PD_TRANSFER_NETWORK is auto, ucx or tcp, not {wanted!r}")
+    return Transport.NETWORK if _rdma(options.settings) else Transport.TCP
+
+
+def _rdma(settings: Mapping[str, str]) -> bool:
+    """Whether this host has RDMA, and UCX has not been told to leave it alone."""
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        return False
+    allowed = settings.get("TLS", os.environ.get("UCX_TLS", "all"))
+    names = allowed.removeprefix("^").split(",")
+    named = any(name.startswith(_RDMA) for name in names)
+    return not named if allowed.startswith("^") else named or "all" in names
