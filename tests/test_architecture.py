@@ -268,7 +268,12 @@ BROUGHT_BY = {
     "tokenizers": "transformers",
 }
 # Imported only where their feature is asked for: an extra may bring what they need.
-OPTIONAL = ("pd_cluster.cache.storage_*", "pd_transfer.upstream", "pd_transfer.bench_node")
+OPTIONAL = (
+    "pd_cluster.cache.storage_*",
+    "pd_kernels.triton_kernels.*",
+    "pd_transfer.upstream",
+    "pd_transfer.bench_node",
+)
 
 
 def declared(*, extras: bool) -> set[str]:
@@ -310,6 +315,10 @@ def test_public_names_of_the_kernels() -> None:
         "fused_add_rms_norm",
         "fused_add_rms_norm_reference",
         "linear_reference",
+        "page_gather",
+        "page_gather_reference",
+        "page_scatter",
+        "page_scatter_reference",
         "page_write",
         "page_write_reference",
         "prefill_attention",

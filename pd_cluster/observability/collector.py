@@ -80,7 +80,7 @@ _WORKER_LABELLED = (
         "Sequences taken back under memory pressure.",
         "policy",
         "retractions",
-        get_args(RetractionPolicy),
+        (*get_args(RetractionPolicy), "preemption", "scale_in"),
     ),
     (
         "pd_tier_loaded_tokens",

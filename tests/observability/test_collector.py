@@ -5,58 +5,20 @@ from __future__ import annotations
 import re
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from pd_cluster.observability.collector import ClusterCollector
-from pd_cluster.observability.ledger import Ledger
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
     LATENCY_BUCKETS,
-    ClusterSnapshot,
     CoordinatorSnapshot,
-    GatewaySnapshot,
     Histogram,
-    WorkerSnapshot,
     WorkerStatus,
 )
 from pd_cluster.types import Sources, WorkerId
-from tests.observability.samples import Samples, parse, value
+from tests.observability.endpoint import Endpoint, worker
+from tests.observability.samples import Samples, value
 
-PREFILL, DECODE = WorkerId("prefill-0", "a"), WorkerId("decode-0", "b")
+PREFILL = WorkerId("prefill-0", "a")
 LABELS = {"role": "decode", "worker": "decode-0"}
-
-
-def worker(**fields) -> WorkerSnapshot:
-    values = {"worker": DECODE, "role": "decode", "capacity": 100, "free": 100, "number": 1}
-    return WorkerSnapshot(**{**values, **fields})
-
-
-class Endpoint:
-    """What is shown of the snapshots that are given to it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.workers: Ledger[WorkerSnapshot] = Ledger()
-        gateways: Ledger[GatewaySnapshot] = Ledger()
-        self._snapshot = ClusterSnapshot()
-        self._registry = CollectorRegistry()
-        self._registry.register(
-            ClusterCollector(
-                lambda: self._snapshot,
-                self.workers,
-                gateways,
-                model="tiny",
-                lost_after_s=10.0,
-                clock=lambda: self.now,
-            )
-        )
-
-    def text(self, **parts) -> str:
-        self._snapshot = ClusterSnapshot(**parts)
-        return generate_latest(self._registry).decode()
-
-    def show(self, *workers: WorkerSnapshot, **parts) -> Samples:
-        return parse(self.text(workers=workers, **parts).encode())
 
 
 def test_workers():
