@@ -113,6 +113,7 @@ class State:
         self._notifications: dict[str, list[bytes]] = {}
         self._counts = asdict(Statistics())
         self._paused = 0.0
+        self._paused_for: Transfer | None = None
         self.costs: dict[str, CostModel] = {}
 
     # What the backend reports.
@@ -171,16 +172,18 @@ class State:
                 self._counts[name] += change
 
     def pause(self, transfer: Transfer) -> None:
-        """Wait a moment for its end, unless somebody has just done so.
+        """Wait a moment for its end, unless somebody has just waited for another's.
 
         A caller that asks in a loop would keep the GIL from the agent's thread, for which it is
-        waiting, for 5 ms at a time. One that asks about many transfers is not held up for each.
+        waiting, for 5 ms at a time. One that asks about many transfers is held up for one of them,
+        not for each.
         """
         now = time.monotonic()
         # What has taken long may take longer: then waking up often costs more than it gains.
         pause = min(max(_PAUSE, (now - transfer.posted_at) / 8), _LONG_PAUSE)
-        if now - self._paused < pause:
+        if transfer is not self._paused_for and now - self._paused < pause:
             return
+        self._paused_for = transfer
         if transfer.waiter is None:
             transfer.waiter = threading.Event()
         if not transfer.ended:
