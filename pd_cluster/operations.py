@@ -132,11 +132,12 @@ def explanation_tables(found: dict[str, Any]) -> Iterator[Table | str]:
             table.add_row(f"{move['ago_s']:.3f}", move["state"], move["why"])
         yield table
         for placed in sequence["placements"]:
-            yield (
-                f"attempt {placed['attempt']}: {placed['route']},"
-                f" prefill {placed['prefill']} (holds {placed['prefill_held']} tokens), decode {placed['decode']} (holds"
-                f" {placed['decode_held']}), after {placed['queue_s']:.3f} s in the queue"
+            sides = (
+                f"{side} {placed[side]} (holds {placed[f'{side}_held']} tokens)"
+                for side in ("prefill", "decode")
             )
+            waited = f"after {placed['queue_s']:.3f} s in the queue"
+            yield f"attempt {placed['attempt']}: {', '.join((placed['route'], *sides, waited))}"
             for group, candidates in placed["candidates"].items():
                 yield _candidates_table(group, candidates)
 
