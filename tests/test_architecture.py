@@ -270,6 +270,7 @@ BROUGHT_BY = {
 # Imported only where their feature is asked for: an extra may bring what they need.
 OPTIONAL = (
     "pd_cluster.cache.storage_*",
+    "pd_cluster.observability.dashboards*",
     "pd_kernels.triton_kernels.*",
     "pd_transfer.upstream",
     "pd_transfer.bench_node",

@@ -45,7 +45,7 @@ class CoordinatorActor:
     """Places attempts; not on the data path. Its state is rebuilt from reports when it restarts."""
 
     def __init__(self, spec: ClusterSpec) -> None:
-        config = Config.model_validate_json(spec.config)
+        config = self._config = Config.model_validate_json(spec.config)
         self.state = CoordinatorState(config)
         self.peers = Peers(config.cluster_name)
         # Notified when the state may want to be woken earlier than at the next tick.
@@ -59,7 +59,7 @@ class CoordinatorActor:
                 self._snapshot,
                 host=config.host,
                 port=config.metrics_port,
-                gateways=config.gateways,
+                gateways=self._gateways,
                 model=config.served_model_name or spec.model_id,
                 heartbeat_s=config.timeouts.heartbeat_s,
             )
@@ -131,6 +131,17 @@ class CoordinatorActor:
     async def scaling(self) -> bytes:
         """ScalingStatus or nil, where nobody has told it yet."""
         return msgspec.msgpack.encode(self.wishes.status)
+
+    def _gateways(self) -> list[str]:
+        """Those that should answer."""
+        if self.wishes.status is None:
+            return [f"gateway-{index}" for index in range(self._config.gateways)]
+        members = self.wishes.status.members
+        return [
+            name
+            for name, state in members.items()
+            if name.startswith("gateway-") and state in ("serving", "draining")
+        ]
 
     @ray.method(concurrency_group="reports")
     async def snapshot(self) -> CoordinatorSnapshot:

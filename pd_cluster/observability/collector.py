@@ -19,7 +19,16 @@ from prometheus_client.registry import Collector
 
 from pd_cluster.observability.hit_rate import HitRate
 from pd_cluster.observability.ledger import Ledger
-from pd_cluster.observability.metrics import FAMILIES, RETRACTED, RUNNING, STAGES, WAITING
+from pd_cluster.observability.metrics import (
+    FAMILIES,
+    HIT_RATE,
+    HITS,
+    QUERIES,
+    RETRACTED,
+    RUNNING,
+    STAGES,
+    WAITING,
+)
 from pd_cluster.observability.snapshots import (
     ClusterSnapshot,
     CoordinatorSnapshot,
@@ -48,8 +57,8 @@ _WORKER_GAUGES = (
     ),
 )
 _WORKER_COUNTERS = (
-    ("pd_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "cache_queries"),
-    ("pd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cache_hits"),
+    (*QUERIES, "cache_queries"),
+    (*HITS, "cache_hits"),
     ("pd_evicted_tokens", "Tokens evicted from the prefix cache.", "evicted"),
     ("pd_kv_transfer_bytes", "KV bytes written to peers.", "transfer_bytes"),
     (
@@ -243,11 +252,7 @@ class ClusterCollector(Collector):
             "Tokens of the host tier by state.",
             labels=[*_PER_WORKER, "tier", "state"],
         )
-        hit_rate = GaugeMetricFamily(
-            "pd_prefix_cache_hit_rate",
-            "Prompt tokens found of those looked up, over the last minute that had any.",
-            labels=_PER_WORKER,
-        )
+        hit_rate = GaugeMetricFamily(*HIT_RATE, labels=_PER_WORKER)
         for each in workers:
             labels = [each.role, each.worker.name]
             for state, attribute in _TOKEN_STATES.items():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from pd_cluster.observability.hit_rate import HitRate
 from pd_cluster.observability.snapshots import LATENCY_BUCKETS, GatewaySnapshot, SampleKey
 from pd_cluster.types import Sources, WorkerId
 
@@ -15,6 +19,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RUNNING = ("pd_num_requests_running", "Requests or sequences at work.")
 WAITING = ("pd_num_requests_waiting", "Requests or sequences that wait.")
 RETRACTED = ("pd_num_requests_retracted", "Requests that were retracted and wait to go on.")
+QUERIES = ("pd_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+HITS = ("pd_prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+HIT_RATE = (
+    "pd_prefix_cache_hit_rate",
+    "Prompt tokens found of those looked up, over the last minute that had any.",
+)
 STAGES = ("pd_request_stage_seconds", "Time in a stage.")
 # The other families: names without `_total`, types and texts, for whoever shows them elsewhere.
 FAMILIES = {
@@ -36,6 +46,28 @@ FAMILIES = {
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _CAUSES = ("retracted", "failed", "worker_lost")
+
+
+class _CacheFigures(Collector):
+    """What this gateway's requests found in the caches, under the names that workers have for
+    theirs. The cluster's endpoint has the workers' only.
+    """
+
+    def __init__(self, name: str, totals: Callable[[], dict[str, int]]) -> None:
+        self._labels = ["gateway", name]
+        self._totals = totals
+        self._rate = HitRate()
+
+    def collect(self) -> Iterator[Metric]:
+        queries, hits = (self._totals()[each] for each in ("prompt", "cached"))
+        self._rate.observe(time.monotonic(), queries, hits)
+        names = ("role", "worker")
+        counts = (CounterMetricFamily(*QUERIES, labels=names), queries)
+        found = (CounterMetricFamily(*HITS, labels=names), hits)
+        rate = (GaugeMetricFamily(*HIT_RATE, labels=names), self._rate.rate)
+        for family, value in (counts, found, rate):
+            family.add_metric(self._labels, value)
+            yield family
 
 
 class GatewayMetrics:
@@ -78,6 +110,7 @@ class GatewayMetrics:
         ]
         self._counts: tuple[Callable[[], int], ...] = (lambda: 0,) * len(self._gauges)
         self._totals = {"prompt": 0, "cached": 0, "generation": 0, "requests": 0}
+        self.registry.register(_CacheFigures(name, lambda: self._totals))
 
     def watch_gateway(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -36,7 +36,8 @@ BIND_AGAIN_S = 5.0
 class MetricsEndpoint:
     """An HTTP server on `host` and `port` (0: any) that serves /metrics from threads of its own.
 
-    `coordinator` gives the coordinator's own snapshot, from any thread. Where the port is taken it
+    `coordinator` gives the coordinator's own snapshot, and `gateways` the names of those that
+    there should be, from any thread. Where the port is taken it
     tries again until it is not. `url` is None until then.
     """
 
@@ -47,7 +48,7 @@ class MetricsEndpoint:
         *,
         host: str,
         port: int,
-        gateways: int,
+        gateways: Callable[[], Sequence[str]],
         model: str,
         heartbeat_s: float,
     ) -> None:
@@ -55,7 +56,7 @@ class MetricsEndpoint:
         self.url: str | None = None
         self._peers = peers
         self._coordinator = coordinator
-        self._gateways = [f"gateway-{index}" for index in range(gateways)]
+        self._gateways = gateways
         self._registry = CollectorRegistry()
         self._registry.register(
             ClusterCollector(
@@ -80,7 +81,8 @@ class MetricsEndpoint:
     def _ask(self) -> ClusterSnapshot:
         coordinator = self._coordinator()
         workers = [self._question(each.worker.name, "snapshot") for each in coordinator.workers]
-        gateways = [self._question(name, "metrics_snapshot") for name in self._gateways]
+        names = self._gateways()
+        gateways = [self._question(name, "metrics_snapshot") for name in names]
         asked = [each for each in (*workers, *gateways) if each is not None]
         wait(asked, timeout=DEADLINE_S)
         answers = [_answer(each) for each in asked]
@@ -89,7 +91,7 @@ class MetricsEndpoint:
             coordinator=coordinator,
             workers=tuple(each for each in answers if isinstance(each, WorkerSnapshot)),
             gateways=answered,
-            silent_gateways=len(self._gateways) - len(answered),
+            silent_gateways=len(names) - len(answered),
         )
 
     def _question(self, name: str, question: str) -> Future[Any] | None:

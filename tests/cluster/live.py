@@ -93,6 +93,13 @@ class Live:
         info: dict[str, Any] = self.http.get("/server_info").json()
         return info
 
+    def scrape(self) -> str:
+        """The whole cluster's metrics."""
+        reply = self.http.get(self.info()["coordinator"]["metrics_url"])
+        assert reply.status_code == 200, reply.text
+        text: str = reply.text
+        return text
+
     def moved(self) -> Moved:
         counters = [
             ray.get(actor.counters.remote())

@@ -23,10 +23,9 @@ def client(cluster: Live) -> OpenAI:
 
 def metric(cluster: Live, name: str, **labels: str) -> float:
     """The sum of a metric's samples with these labels."""
-    text = cluster.http.get("/metrics").text
     return sum(
         sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(cluster.scrape())
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )

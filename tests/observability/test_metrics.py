@@ -47,6 +47,9 @@ def test_requests():
     assert value(found, "pd_num_requests_running", **GATEWAY) == 3
     assert value(found, "pd_num_requests_waiting", **GATEWAY) == 2
     assert value(found, "pd_num_requests_retracted", **GATEWAY) == 1
+    assert value(found, "pd_prefix_cache_queries_total", **GATEWAY) == 10
+    assert value(found, "pd_prefix_cache_hits_total", **GATEWAY) == 4
+    assert value(found, "pd_prefix_cache_hit_rate", **GATEWAY) == 0.4
     assert metrics.cache_hit_rate == 0.4
     assert metrics.totals == {"prompt": 10, "cached": 4, "generation": 3, "requests": 2}
 
@@ -59,7 +62,7 @@ def test_the_snapshot_has_all_that_is_rendered():
     rendered = {
         key: value
         for key, value in parse(metrics.render()).items()
-        if not key[0].endswith("_created") and not key[0].startswith("pd_num_")
+        if not key[0].endswith("_created") and not key[0].startswith(("pd_num_", "pd_prefix_"))
     }
     sent: dict = {}
     for samples in snapshot.samples.values():
