@@ -29,6 +29,7 @@ from pd_cluster.observability.snapshots import (
     WorkerSnapshot,
     WorkerStatus,
 )
+from pd_cluster.scaling import Refusal, ScalingStatus, Wish
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -109,6 +110,8 @@ class FakeCluster:
         self.cancelled: list[AttemptId] = []
         self.ended: list[AttemptEnded] = []
         self.flushed: list[Role | None] = []
+        self.wishes: list[Wish] = []
+        self.scaled: ScalingStatus | Refusal | None = None
         self.snapshots = ClusterSnapshot()
         self.tasks: dict[AttemptId, asyncio.Task[None]] = {}
 
@@ -126,6 +129,15 @@ class FakeCluster:
     async def flush(self, role: Role | None) -> dict[str, Any]:
         self.flushed.append(role)
         return {"decode-0": {"evicted": 3}}
+
+    async def wish(self, wish: Wish) -> ScalingStatus | Refusal:
+        self.wishes.append(wish)
+        assert self.scaled is not None
+        return self.scaled
+
+    async def scaling(self) -> ScalingStatus | None:
+        assert not isinstance(self.scaled, Refusal)
+        return self.scaled
 
     def stories(self, request_id: str) -> list[dict[str, Any]]:
         return self.driver.stories(request_id)
