@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pd_cluster.config import Config
 from pd_cluster.coordinator.costs import Priors
 from pd_cluster.coordinator.placement import RouteLimits, Weights
+from pd_cluster.types import RetractionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Scheduling:
     # Higher priorities come first, a full queue makes room for them by rejecting the lowest, and
     # decode workers by retracting lower ones.
     enable_priority_scheduling: bool = False
+    retraction_policy: RetractionPolicy = "length"
     max_queued_per_tenant: int | None = None
     max_running_per_tenant: int | None = None
     weights: Weights = Weights()
@@ -34,6 +36,7 @@ class Scheduling:
             schedule_policy=config.schedule_policy,
             schedule_conservativeness=config.schedule_conservativeness,
             enable_priority_scheduling=config.enable_priority_scheduling,
+            retraction_policy=config.retraction_policy,
             max_queued_per_tenant=config.max_queued_per_tenant,
             max_running_per_tenant=config.max_running_per_tenant,
             limits=RouteLimits(

@@ -46,6 +46,8 @@ from pd_cluster.types import (
 RETRY_AFTER_S = 1.0
 # Between two tries to have lower priorities make room for one request.
 PREEMPT_AGAIN_S = 1.0
+# A retraction so soon after the order is taken for its consequence.
+PREEMPT_GRACE_S = 5.0
 MAX_UNTOLD = 10_000
 
 
@@ -84,7 +86,6 @@ class CoordinatorState:
         self.lease_s = config.timeouts.lease_s
         self.worker_timeout_s = 20 * config.timeouts.heartbeat_s
         self.cluster = Workers(page_size or config.page_size)
-        self.retraction_policy = config.retraction_policy
         self.queue = Queue(
             make_queue_policy(self.scheduling.schedule_policy, self.scheduling.seed),
             by_priority=self.scheduling.enable_priority_scheduling,
@@ -103,7 +104,7 @@ class CoordinatorState:
         )
         self._orders: list[tuple[WorkerId, MakeRoom]] = []
         # Released because their worker no longer named them; their ends are still to be told.
-        self._untold: OrderedDict[AttemptId, None] = OrderedDict()
+        self._untold: OrderedDict[AttemptId, Lease] = OrderedDict()
         self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
         self._work_by_tenant: Counter[str] = Counter()
@@ -141,7 +142,7 @@ class CoordinatorState:
             self._reconcile(known, now)
         else:
             self._correct_backlog(known, now)
-        reply = ReportReply(retraction_policy=self.retraction_policy)
+        reply = ReportReply(retraction_policy=self.scheduling.retraction_policy)
         return reply, self._place(now)
 
     def kv_events(self, update: KvUpdate, now: float) -> bool:
@@ -213,13 +214,12 @@ class CoordinatorState:
         lease = self.leases.get(event.attempt)
         if lease is None:
             if event.attempt in self._untold:
-                del self._untold[event.attempt]
-                self._count_end(event, now)
+                self._count_end(event, self._untold.pop(event.attempt), now)
             return [] if entry is None else self._place(now)
-        self._count_end(event, now)
+        out_of_pages = self._count_end(event, lease, now)
         self._release(lease, now)
         if self.cluster.find(lease.placement.decode) is not None:
-            full = event.outcome in ("refused", "retracted")
+            full = event.outcome == "refused" or out_of_pages
             self.cluster.decode.full[lease.choice.decode] = full
         return self._place(now)
 
@@ -334,7 +334,7 @@ class CoordinatorState:
                     continue
                 answer = self._try(entry, now)
                 if answer is None:
-                    self._preempt(entry, now)
+                    self._preempt(entry, order, now)
                     break  # decode has no room for it, and nobody overtakes
                 if isinstance(answer, float):
                     self.wake_at = min(self.wake_at, answer)
@@ -378,15 +378,18 @@ class CoordinatorState:
             return chosen.until
         return self._bind(entry, chosen, now)
 
-    def _preempt(self, entry: Waiting, now: float) -> None:
+    def _preempt(self, entry: Waiting, order: list[Waiting], now: float) -> None:
         """Has lower priorities make room for the request, on the worker where most of it is.
 
-        Asked again only after a while, and of nobody who was retracted often already: so what has
-        to go back and forth ends.
+        Who has waited so long that it comes before a higher priority takes the place of an equal,
+        so that the other need not wait for long. Asked again only after a while, and of nobody who
+        was retracted often already: so what has to go back and forth ends.
         """
         if not self.scheduling.enable_priority_scheduling or now < entry.preempt_at:
             return
         request, decode = entry.request, self.cluster.decode
+        aged = any(other.request.priority > request.priority for other in order)
+        below = request.priority + aged
         best: tuple[int, WorkerState, list[Lease]] | None = None
         for worker in self.workers.values():
             if worker.report.role != "decode" or not decode.ready[worker.slot]:
@@ -394,8 +397,7 @@ class CoordinatorState:
             lower = [
                 lease
                 for lease in map(self.leases.__getitem__, sorted(worker.placed))
-                if lease.request.priority < request.priority
-                and lease.request.retractions < MAX_RETRACTIONS
+                if lease.request.priority < below and lease.request.retractions < MAX_RETRACTIONS
             ]
             room = sum(lease.request.prompt_len for lease in lower)
             if lower and (best is None or room > best[0]):
@@ -404,15 +406,17 @@ class CoordinatorState:
             return
         _, worker, lower = best
         entry.preempt_at = now + PREEMPT_AGAIN_S
+        for lease in lower:
+            lease.asked = now
         ratio = self.ratio.at(now)
-        order = MakeRoom(
+        message = MakeRoom(
             tokens=math.ceil(self.cluster.needed(request, ratio)[worker.slot]),
             candidates=tuple(
                 (lease.request.attempt, int(ratio * growth(lease.request.max_tokens)))
                 for lease in lower
             ),
         )
-        self._orders.append((worker.id, order))
+        self._orders.append((worker.id, message))
 
     def _bind(self, entry: Waiting, choice: Choice, now: float) -> Answer:
         request, attempt = entry.request, entry.request.attempt
@@ -435,11 +439,14 @@ class CoordinatorState:
         self.explanations.add(lease, now - entry.arrived, self.cluster)
         return Answer(attempt, placement)
 
-    def _count_end(self, event: AttemptEnded, now: float) -> None:
+    def _count_end(self, event: AttemptEnded, lease: Lease, now: float) -> bool:
+        """Whether the attempt ended because its worker had run out of pages."""
         outcomes = self.statistics.outcomes
         outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
-        if event.outcome == "retracted":
-            self.ratio.retracted(now)
+        if event.outcome != "retracted" or now - lease.asked < PREEMPT_GRACE_S:
+            return False
+        self.ratio.retracted(now)
+        return True
 
     def _count_running(self, request: PlaceRequest, sign: int) -> None:
         self._work_by_tenant[request.tenant] += sign * request.prompt_len
@@ -463,7 +470,7 @@ class CoordinatorState:
                 self.cluster.claim(lease)
             elif lease.claimed:
                 self._release(lease, now)
-                self._untold[attempt] = None
+                self._untold[attempt] = lease
                 if len(self._untold) > MAX_UNTOLD:
                     self._untold.popitem(last=False)
 

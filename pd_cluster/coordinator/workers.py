@@ -42,6 +42,7 @@ class Lease:
     hashes: list[int]
     claimed: bool = False
     expected: bool = True  # its prompt still counts as about to be held
+    asked: float = float("-inf")  # when it was last among those that may make room for others
 
 
 class Workers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
     IntArray,
+    MakeRoom,
     Output,
     Placement,
     PlaceRequest,
@@ -62,6 +64,7 @@ class Request:
     last_token: float = -1.0
     tokens: int = 0
     attempts: int = 0
+    retractions: int = 0
     resident: int = 0
     sources: Sources = field(default_factory=Sources)
     rejected: str = ""
@@ -189,6 +192,8 @@ class Simulation:
             max_tokens=request.trace.max_tokens - request.tokens,
             timeout_s=FOREVER,
             resumed=request.attempts > 0,
+            retractions=request.retractions,
+            priority=request.trace.priority,
             avoid=avoid,
             blocks=pack_hashes(hashes),
         )
@@ -205,6 +210,8 @@ class Simulation:
         answers = call()
         if self._timed:
             self.placing_s += self._timed() - started
+        for worker, order in self.state.take_orders():
+            self.clock.after(MESSAGE_S, partial(self._make_room, self.workers[worker], order))
         for answer in answers:
             if isinstance(answer.reply, Placement):
                 self._place(answer.reply)
@@ -235,6 +242,8 @@ class Simulation:
             ),
             timeout_s=FOREVER,
             route=placement.route,
+            priority=request.trace.priority,
+            retractions=request.retractions,
         )
         decode = self.workers[placement.decode]
         self.clock.after(MESSAGE_S, lambda: decode.handle(start))
@@ -243,12 +252,15 @@ class Simulation:
         attempt, outcome = output.attempt, output.outcome
         assert outcome is not None
         number = int(attempt.request)
+        request.retractions += outcome == "retracted"
         lease = self.state.leases.get(attempt)
         ended = AttemptEnded(attempt=attempt, outcome=outcome)
         self._coordinate(lambda: self.state.ended(ended, self.clock.now))
         if outcome == "finished":
             self._done(number)
             return
+        if outcome == "retracted" and lease is not None:
+            self._report(self.workers[lease.placement.decode])  # there is room
         avoid = (lease.placement.decode,) if lease and outcome == "refused" else ()
         self.clock.after(MESSAGE_S, lambda: self._ask(number, avoid))
 
@@ -257,11 +269,19 @@ class Simulation:
         for other in self._next.pop(number, ()):
             self.clock.after(self.requests[other].trace.arrival, self._arriver(other))
 
+    def _make_room(self, worker: SimulatedWorker, order: MakeRoom) -> None:
+        worker.handle(order)
+        self._report(worker)
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        reply, answers = self.state.report(worker.report(), self.clock.now)
+        worker.scheduler.decode.retraction_policy = reply.retraction_policy
+        self._coordinate(lambda: answers)
+
     def _heart(self, worker: SimulatedWorker) -> Callable[[], None]:
         def beat() -> None:
             self.state.measured(worker.id, worker.take_measured())
-            report = worker.report()
-            self._coordinate(lambda: self.state.report(report, self.clock.now)[1])
+            self._report(worker)
             self.clock.after(self.shape.heartbeat_s, beat)
 
         return beat

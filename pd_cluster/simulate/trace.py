@@ -38,6 +38,7 @@ class TraceRequest:
     max_tokens: int
     answer_token: int
     after: int | None = None
+    priority: int = 0
 
     @property
     def prompt_len(self) -> int:

@@ -39,11 +39,13 @@ from pd_cluster.types import (
 from tests.worker.harness import FakeWorker, World, expected_answer, random_prompt
 
 # One world step is a second, and messages are lost: leases and silences last long.
-CONFIG = {
-    "max_running_requests": 6,
-    "max_queued_requests": 1000,
-    "timeouts": {"lease_s": 200, "heartbeat_s": 1000},
-}
+CONFIG = Config.model_validate(
+    {
+        "max_running_requests": 6,
+        "max_queued_requests": 1000,
+        "timeouts": {"lease_s": 200, "heartbeat_s": 1000},
+    }
+)
 PRIORS = Priors(prefill=(1.0, 0.1, 0.0), decode=(1.0, 0.1, 0.0))
 PAGES, CHUNK, BLOCK = 260, 24, 64
 WHOLE = ("remote", "remote+pull", "local")
@@ -95,11 +97,11 @@ class ClusterWorld:
             placement=placement,
             schedule_policy=schedule_policy,
             enable_priority_scheduling=by_priority,
+            retraction_policy=retraction_policy,
             priors=PRIORS,
             weights=Weights(bind_ahead_s=5.0),
             limits=RouteLimits(pull=True, local=True, itl_limit_s=50.0, chunk_tokens=CHUNK),
         )
-        self.config = Config.model_validate({**CONFIG, "retraction_policy": retraction_policy})
         self.clients: dict[str, Client] = {}
         self.outcomes: Counter[str] = Counter()  # of attempts
         self.preemptions = 0
@@ -217,7 +219,7 @@ class ClusterWorld:
         return any(worker.mailbox or not worker.scheduler.idle for worker in self.world.workers)
 
     def _new_state(self) -> CoordinatorState:
-        return CoordinatorState(self.config, self.scheduling, page_size=self.page_size)
+        return CoordinatorState(CONFIG, self.scheduling, page_size=self.page_size)
 
     def _lost(self) -> bool:
         return self.disturb and self.rng.random() < 0.1
