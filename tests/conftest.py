@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from pd_cluster.model.store import resolve_model
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, which transformers does too.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,8 @@ LAYERS = {
     "pd_cluster.worker.kv_feed": 5,
     "pd_cluster.worker.kv_publisher": 5,
     "pd_cluster.worker.tier_io": 5,
+    "pd_cluster.worker.checksums": 5,
+    "pd_cluster.worker.transfer_agent": 5,
     "pd_cluster.worker.transport": 5,
     "pd_cluster.scaling": 1,
     "pd_cluster.nodes": 6,
@@ -95,6 +97,8 @@ SHELLS = (
     "pd_cluster.worker.engine",
     "pd_cluster.worker.kv_publisher",
     "pd_cluster.worker.tier_io",
+    "pd_cluster.worker.checksums",
+    "pd_cluster.worker.transfer_agent",
     "pd_cluster.worker.transport",
 )
 IMPURE = {

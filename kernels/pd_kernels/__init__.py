@@ -1,7 +1,8 @@
 """Kernels of the model's forward pass over paged KV memory.
 
 Every operation is a file here with its plain torch reference and, where it is compiled, a source of
-the same name in `csrc`. The backend is chosen by device in `registry`.
+the same name in `csrc` (CPU) and in `triton_kernels` (CUDA). The backend is chosen by device in
+`registry`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ from __future__ import annotations
 from pd_kernels.backends import backend_name, warm_up
 from pd_kernels.decode_attention import decode_attention, decode_attention_reference
 from pd_kernels.linear import PackedLinear, linear_reference
+from pd_kernels.page_gather import (
+    page_gather,
+    page_gather_reference,
+    page_scatter,
+    page_scatter_reference,
+)
 from pd_kernels.page_write import page_write, page_write_reference
 from pd_kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from pd_kernels.rms_norm import (
@@ -28,6 +35,10 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_reference",
     "linear_reference",
+    "page_gather",
+    "page_gather_reference",
+    "page_scatter",
+    "page_scatter_reference",
     "page_write",
     "page_write_reference",
     "prefill_attention",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.paged import check_pages, check_table, compilable
 from pd_kernels.prefill_attention import prefill_attention_reference
 from pd_kernels.registry import Op
@@ -73,7 +74,9 @@ def _compiled() -> _DecodeAttention:
 
 
 DECODE_ATTENTION: Op[_DecodeAttention] = Op(
-    "decode_attention", decode_attention_reference, {"cpu": _compiled}
+    "decode_attention",
+    decode_attention_reference,
+    {"cpu": _compiled, "triton": triton_kernel("decode_attention")},
 )
 
 

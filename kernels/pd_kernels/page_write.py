@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
 _PageWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -70,7 +71,9 @@ def _compiled() -> _PageWrite:
     return page_write
 
 
-PAGE_WRITE: Op[_PageWrite] = Op("page_write", page_write_reference, {"cpu": _compiled})
+PAGE_WRITE: Op[_PageWrite] = Op(
+    "page_write", page_write_reference, {"cpu": _compiled, "triton": triton_kernel("page_write")}
+)
 
 
 def page_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -79,6 +82,7 @@ def page_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     `k` and `v` are [N, Hk, D] (any strides but in the last dimension), `slots` is [N] int64.
     `k_pages` and `v_pages` are views [num_pages, page_size, Hk, D] of a pool, of the same dtype and
     with any strides but in the last dimension, the same for both.
-    A slot twice in `slots` gets either value. Raises IndexError for a slot outside of the pages.
+    A slot twice in `slots` gets either value. Raises IndexError for a slot outside of the pages on
+    the CPU; on CUDA, where slots are not read by the host, a negative one writes nothing.
     """
     PAGE_WRITE.of(k)(k, v, k_pages, v_pages, slots)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.paged import check_pages, check_table, compilable
 from pd_kernels.registry import Op
 
@@ -107,7 +108,9 @@ def _compiled() -> _PrefillAttention:
 
 
 PREFILL_ATTENTION: Op[_PrefillAttention] = Op(
-    "prefill_attention", prefill_attention_reference, {"cpu": _compiled}
+    "prefill_attention",
+    prefill_attention_reference,
+    {"cpu": _compiled, "triton": triton_kernel("prefill_attention")},
 )
 
 

@@ -8,7 +8,8 @@ such package); then the next backend of the device is tried, and the reference i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -18,7 +19,25 @@ F = TypeVar("F", bound=Callable[..., object])
 REFERENCE = "torch"
 
 # Backends of a device, best first. A new backend is one more name here and one loader in each op.
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("flashinfer", "triton")}
+_ops: list[Op[Callable[..., object]]] = []
+
+
+@contextmanager
+def preferring(device_type: str, *backends: str) -> Iterator[None]:
+    """Meanwhile, ops take these backends on that device: for tests and for measuring them."""
+    before = _PREFERENCE.get(device_type, ())
+    _prefer(device_type, backends)
+    try:
+        yield
+    finally:
+        _prefer(device_type, before)
+
+
+def _prefer(device_type: str, backends: tuple[str, ...]) -> None:
+    _PREFERENCE[device_type] = backends
+    for op in _ops:
+        op.forget()
 
 
 class BackendUnavailable(RuntimeError):
@@ -41,6 +60,7 @@ class Op(Generic[F]):
         self._resolved: dict[str, F] = {}
         self._names: dict[str, str] = {}
         self._lock = threading.Lock()
+        _ops.append(self)  # type: ignore[arg-type]
 
     def on(self, device_type: str) -> F:
         """The implementation for tensors on `device_type` ("cpu", "cuda", ...)."""
@@ -55,6 +75,19 @@ class Op(Generic[F]):
         """The name of the backend that `on(device_type)` uses; "torch" is the reference."""
         self.on(device_type)
         return self._names[device_type]
+
+    def load(self, backend: str) -> F:
+        """The implementation of one backend. Raises `BackendUnavailable`."""
+        if backend == REFERENCE:
+            return self.reference
+        if backend not in self._loaders:
+            raise BackendUnavailable(f"{self.name} has no {backend} kernel")
+        return self._loaders[backend]()
+
+    def forget(self) -> None:
+        """Has the implementations chosen anew."""
+        with self._lock:
+            self._resolved.clear()
 
     def _resolve(self, device_type: str) -> F:
         with self._lock:

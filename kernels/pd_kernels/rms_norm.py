@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
 _Norm = Callable[[Tensor, Tensor, float], Tensor]
@@ -87,9 +88,13 @@ def _check(x: Tensor, weight: Tensor, width: int) -> None:
         raise ValueError(f"weight must be {width} contiguous elements of {x.dtype}")
 
 
-RMS_NORM: Op[_Norm] = Op("rms_norm", rms_norm_reference, {"cpu": _compiled})
+RMS_NORM: Op[_Norm] = Op(
+    "rms_norm", rms_norm_reference, {"cpu": _compiled, "triton": triton_kernel("rms_norm")}
+)
 FUSED_ADD_RMS_NORM: Op[_FusedNorm] = Op(
-    "fused_add_rms_norm", fused_add_rms_norm_reference, {"cpu": _compiled_fused_add}
+    "fused_add_rms_norm",
+    fused_add_rms_norm_reference,
+    {"cpu": _compiled_fused_add, "triton": triton_kernel("rms_norm", "fused_add_rms_norm")},
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
 _Rope = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -77,7 +78,7 @@ def _compiled() -> _Rope:
     return rope
 
 
-ROPE: Op[_Rope] = Op("rope", rope_reference, {"cpu": _compiled})
+ROPE: Op[_Rope] = Op("rope", rope_reference, {"cpu": _compiled, "triton": triton_kernel("rope")})
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pd_kernels import native
+from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
 _SiluAndMul = Callable[[Tensor], Tensor]
@@ -36,7 +37,11 @@ def _compiled() -> _SiluAndMul:
     return silu_and_mul
 
 
-SILU_AND_MUL: Op[_SiluAndMul] = Op("silu_and_mul", silu_and_mul_reference, {"cpu": _compiled})
+SILU_AND_MUL: Op[_SiluAndMul] = Op(
+    "silu_and_mul",
+    silu_and_mul_reference,
+    {"cpu": _compiled, "triton": triton_kernel("silu_and_mul")},
+)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
