@@ -161,14 +161,14 @@ class WorkerActor:
         if incarnation != self.id.incarnation:
             return False
         try:
-            self._mailbox.put(decode(data, POSTED))
+            message = decode(data, POSTED)
         except WireError as error:
             logger.warning("ignored a message: %s", error)
-        return True
             return True
         self._mailbox.put(message)
         if isinstance(message, MakeRoom):
             self._report_now.set()  # somebody waits to hear that there is room
+        return True
 
     async def watch(self, incarnation: str) -> None:
         """Returns when that life is over: at once for an earlier one, never for this one."""
