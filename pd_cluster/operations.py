@@ -93,6 +93,8 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
     coordinator = info.get("coordinator")
     if coordinator:
         table.caption = f"{coordinator['running']} placed, {coordinator['waiting']} waiting"
+        if url := coordinator.get("metrics_url"):
+            table.caption += f"; metrics at {url}"
     return table
 
 

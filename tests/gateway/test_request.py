@@ -171,6 +171,7 @@ def test_the_next_attempt_goes_on_where_the_client_is(outcome):
     assert asked.attempt == attempt(2)
     assert (asked.prompt_len, asked.max_tokens, asked.resumed) == (7, 7, True)
     assert asked.retractions == (outcome == "retracted")
+    assert state.retracted == (outcome == "retracted")
     (submit,) = run(state, placed(2, OTHER))
     assert unpack_ints(submit.message.tokens).tolist() == [*PROMPT, 20, 21, 22]
     assert submit.message.prompt_len == 4
