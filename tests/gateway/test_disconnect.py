@@ -105,5 +105,5 @@ async def test_tokens_after_a_stop_string_do_not_count(call, cluster, wait_until
     assert answer["usage"]["completion_tokens"] == 5
     await running.task
     assert cluster.idle
-    text = cluster.metrics.render(cluster.snapshots, 0.0).decode()
+    text = cluster.metrics.render().decode()
     assert 'pd_request_total{finish_reason="stop",model="tiny"} 1.0' in text

@@ -214,7 +214,7 @@ async def test_stop_ends_without_abort(cluster, ask):
         with pytest.raises(StopAsyncIteration):
             await anext(results)
     assert cluster.cancelled == [AttemptId("r", 1)]
-    text = cluster.metrics.render(cluster.snapshots, 0.0).decode()
+    text = cluster.metrics.render().decode()
     assert 'pd_request_total{finish_reason="stop",model="tiny"} 1.0' in text
     assert 'pd_request_total{finish_reason="abort",model="tiny"} 0.0' in text
 
