@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pd_cluster.errors import ConfigError
+from pd_cluster.types import Route
 
 
 class _Section(BaseModel):
@@ -23,7 +24,13 @@ class _Section(BaseModel):
 class TransferConfig(_Section):
     """How pages move between workers."""
 
-    backend: Literal["ucx"] = Field("ucx", description="the transport library")
+    backend: Literal["ucx", "nixl"] = Field(
+        "ucx", description="the transport library: ours, or the upstream wheel"
+    )
+    max_inflight_bytes: int = Field(
+        64 * 1024 * 1024, ge=1024, description="to and from one peer at once; requests take turns"
+    )
+    verify: bool = Field(False, description="check pages on arrival; compute again what is corrupt")
     ucx: dict[str, str] = Field(
         default_factory=dict,
         description="UCX's settings without UCX_, e.g. NET_DEVICES and TLS; chosen by default",
@@ -173,6 +180,9 @@ class Config(_Section):
     placement: Literal["cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"] = (
         "least_loaded"
     )
+    routes: tuple[Route, ...] = Field(
+        ("remote", "remote+pull", "local"), description="ways that placement cost may choose from"
+    )
     itl_limit_s: float = Field(
         0.05,
         gt=0,
@@ -226,12 +236,21 @@ class Config(_Section):
             raise ValueError("nothing to extend with disable_radix_cache")
         return value
 
-    @field_validator("itl_limit_s")
+    @field_validator("routes")
     @classmethod
-    def _local_route(cls, value: float, info: Any) -> float:
+    def _with_remote(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "remote" not in value:
+            raise ValueError(
+                "remote must be among them: the others serve only what is held already"
+            )
+        return value
+
+    @field_validator("itl_limit_s", "routes")
+    @classmethod
+    def _of_cost(cls, value: object, info: Any) -> object:
         placement = info.data.get("placement")
-        if placement != "cost" and value != cls.model_fields["itl_limit_s"].default:
-            raise ValueError(f"only placement cost takes the route that it limits, not {placement}")
+        if placement != "cost" and value != cls.model_fields[info.field_name].default:
+            raise ValueError(f"only placement cost knows routes beside remote, not {placement}")
         return value
 
     @property

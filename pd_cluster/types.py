@@ -226,13 +226,18 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- decode worker → prefill worker ---------------------------------------------------------------
 
 
+# Of a page, where transfers are verified.
+CHECKSUM_BYTES = 4
+
+
 class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A reservation, handed to the prefill worker.
 
     `agent` and `region` are decode's transfer metadata and its KV memory; `pages` (int32
     little-endian) are its pages for the tokens from `resident` on, in order; `resident` is a
     multiple of the page size. `held` are decode's pages for the tokens before that, to be read from
-    where prefill lacks them; empty where nothing is to be read.
+    where prefill lacks them; empty where nothing is to be read. `held_checksums` are of those,
+    4 bytes each, where reads are to be verified.
     """
 
     attempt: AttemptId
@@ -249,6 +254,7 @@ class StartPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sequence: int = 0
     namespace: str | None = None
     priority: int = 0
+    held_checksums: bytes = b""
 
 
 class AbortPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -264,11 +270,15 @@ class AbortPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PagesWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`count` of the reservation's pages, from its page `first` on, are in decode's memory."""
+    """`count` of the reservation's pages, from its page `first` on, are in decode's memory.
+
+    With `checksums`, 4 bytes a page, only if decode finds there what these are of.
+    """
 
     attempt: AttemptId
     first: int
     count: int
+    checksums: bytes = b""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):

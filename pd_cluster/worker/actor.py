@@ -63,15 +63,16 @@ from pd_cluster.worker.instructions import (
     PeerLost,
     ReadPages,
     Send,
+    VerifyPages,
     WritePages,
 )
 from pd_cluster.worker.kv_feed import KvFeed
 from pd_cluster.worker.kv_publisher import make_kv_events
 from pd_cluster.worker.scheduler import WorkerScheduler
 from pd_cluster.worker.tier_figures import tier_figures
+from pd_cluster.worker.transfer_agent import make_transfer_agent
 from pd_cluster.worker.transport import Transport
 from pd_transfer import Event as AgentEvent
-from pd_transfer import agent as make_agent
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +113,18 @@ class WorkerActor:
         self.engine = Engine.load(model_folder(spec.model_folder, config.model), config)
         self.engine.warm_up()
         self.signature = self.engine.signature(spec.model_id)
-        # Imported here: processes that only name this class have no use for UCX.
-        from pd_transfer.ucx import UcxOptions
-
         attachment = attach(config, local=spec.local)
         self.host = attachment.host
-        agent = make_agent(
-            "ucx",
-            name=str(self.id),
-            secret=spec.secret,
-            options=UcxOptions(host=attachment.host, settings=attachment.ucx),
+        agent = make_transfer_agent(
+            config.transfer.backend, str(self.id), spec.secret, attachment.host, attachment.ucx
         )
-        self.transport = Transport(agent, self.engine.layout, self._mailbox.put)
+        self.transport = Transport(
+            agent,
+            self.engine.layout,
+            self._mailbox.put,
+            max_inflight_bytes=config.transfer.max_inflight_bytes,
+            verify=config.transfer.verify,
+        )
         cache, self.tier_io = make_cache(
             config, role, self.engine.layout, self.signature, self._mailbox.put
         )
@@ -305,19 +306,19 @@ class WorkerActor:
             match instruction:
                 case Connect():
                     self.transport.connect(instruction)
-                case WritePages():
-                    for event in self.transport.write(instruction):
-                        self._mailbox.put(event)
-                case ReadPages():
-                    for event in self.transport.read(instruction):
+                case WritePages() | ReadPages():
+                    for event in self.transport.move(instruction):
                         self._mailbox.put(event)
                 case AbortTransfer():
-                    self.transport.abort(instruction)
+                    for event in self.transport.abort(instruction):
+                        self._mailbox.put(event)
+                case VerifyPages():
+                    self._mailbox.put(self.transport.check(instruction))
                 case Notify():
                     if not self.transport.notify(instruction):
                         self._post(instruction.peer, instruction.message)
                 case Send():
-                    self._post(instruction.worker, instruction.message)
+                    self._post(instruction.worker, self.transport.seal(instruction.message))
                 case Deliver():
                     if instruction.output.outcome == "retracted":
                         self._report_now.set()
@@ -428,7 +429,7 @@ class WorkerActor:
             transfer_bytes=prefill.written_pages * page_bytes,
             transfer_avoided_bytes=sequences.resident_pages * page_bytes,
             transfer_descriptors=self.transport.agent.statistics().descriptors_written,
-            transfer_failures=dict(prefill.failed_transfers),
+            transfer_failures=self.scheduler.failed_transfers(),
             retractions=dict(sequences.retractions),
             retracted_tokens=sequences.retracted_tokens,
             transfer_seconds=self.transport.seconds.snapshot(),

@@ -42,7 +42,14 @@ from pd_cluster.types import (
     WorkerId,
     pack_ints,
 )
-from pd_cluster.worker.instructions import Deliver, Instruction, Row, Send
+from pd_cluster.worker.instructions import (
+    Deliver,
+    Instruction,
+    PagesCorrupt,
+    Row,
+    Send,
+    VerifyPages,
+)
 from pd_cluster.worker.page_table import common_prefix, freed_by
 from pd_cluster.worker.prefill import WAIT_FOR_PREFIX
 from pd_cluster.worker.retraction import enough, in_order
@@ -89,6 +96,7 @@ class DecodeSequences:
         self.reserved_pages = 0
         self.resident_pages = 0
         self.generated_tokens = 0
+        self.corrupt_transfers = 0
         self.computed_tokens = 0
         self.decode_hit_tokens = 0
         # By policy, or "preemption" where a higher priority took the place.
@@ -125,8 +133,23 @@ class DecodeSequences:
         seq = self._receiving(message.attempt)
         if seq is None:
             return []
-        seq.landed[message.first : message.first + message.count] = True
+        last = message.first + message.count
+        if message.checksums:
+            fresh = seq.in_flight[len(seq.in_flight) - len(seq.landed) :]
+            return [VerifyPages(message, fresh[message.first : last].copy())]
+        seq.landed[message.first : last] = True
         return self._landed(seq, now) if seq.landed.all() else []
+
+    def pages_corrupt(self, event: PagesCorrupt, now: float) -> list[Instruction]:
+        """Nothing of the reservation is used: the prompt is computed once more."""
+        self.corrupt_transfers += 1
+        seq = self._receiving(event.attempt)
+        if seq is None or seq.state == "draining":
+            return []
+        why = "pages arrived corrupt"
+        if seq.state == "closing":
+            return self._drain(seq, now, why)
+        return [self._end_output(seq, "failed", why), *self._abandon(seq, now, why)]
 
     def first_token(self, message: FirstToken, now: float) -> list[Instruction]:
         seq = self.sequences.get(message.attempt)

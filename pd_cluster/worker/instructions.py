@@ -37,6 +37,17 @@ class TransferEnded:
     error: str = ""
 
 
+# Why a transfer failed whose pages are not what was sent.
+CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCorrupt:
+    """Pages of a reservation hold something else than what was sent."""
+
+    attempt: AttemptId
+
+
 @dataclass(frozen=True, slots=True)
 class PeerLost:
     """A worker process is dead, and nothing that it sent can land any more."""
@@ -60,6 +71,7 @@ Event = (
     | PrefillFailed
     | PrefillAborted
     | TransferEnded
+    | PagesCorrupt
     | TierEvent
     | PeerLost
     | GatewayLost
@@ -82,6 +94,10 @@ class WritePages:
     target: IntArray = field(compare=False)
     done: PagesWritten
 
+    @property
+    def attempt(self) -> AttemptId:
+        return self.done.attempt
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPages:
@@ -94,6 +110,9 @@ class ReadPages:
     peer: WorkerId
     source: IntArray = field(compare=False)
     target: IntArray = field(compare=False)
+    attempt: AttemptId
+    checksums: bytes = b""
+    """Of `source`, 4 bytes a page, where the peer gave them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +120,17 @@ class AbortTransfer:
     """Stop a WritePages or ReadPages as soon as may be; TransferEnded still comes."""
 
     transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPages:
+    """See whether these pages hold what `message.checksums` are of.
+
+    The shell answers with the message without them, or PagesCorrupt.
+    """
+
+    message: PagesWritten
+    pages: IntArray = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +166,9 @@ class Deliver:
     output: Output
 
 
-Instruction = WritePages | ReadPages | AbortTransfer | Connect | Notify | Send | Deliver
+Instruction = (
+    WritePages | ReadPages | AbortTransfer | VerifyPages | Connect | Notify | Send | Deliver
+)
 
 # --- a step of the engine ---
 

@@ -22,6 +22,7 @@ from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.types import (
+    CHECKSUM_BYTES,
     AbortPrefill,
     AttemptId,
     FirstToken,
@@ -353,7 +354,8 @@ class PrefillJobs:
         job.move("pulling", now)
         pages = job.table.pages[first:last]
         transfer = self._begin_transfer(job, pages)
-        return [ReadPages(transfer, job.peer, job.held[first:last], pages)]
+        checksums = job.request.held_checksums[first * CHECKSUM_BYTES : last * CHECKSUM_BYTES]
+        return [ReadPages(transfer, job.peer, job.held[first:last], pages, job.attempt, checksums)]
 
     def _pulled(self, job: Job, num_pages: int, error: str, now: float) -> list[Instruction]:
         """The read is over. Where it failed, the tokens are computed instead."""

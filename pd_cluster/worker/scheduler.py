@@ -7,6 +7,7 @@ processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from pd_cluster.cache.prefix_cache import PrefixCache
@@ -28,10 +29,12 @@ from pd_cluster.types import (
 )
 from pd_cluster.worker.decode import DecodeSequences
 from pd_cluster.worker.instructions import (
+    CORRUPT,
     Batch,
     Event,
     GatewayLost,
     Instruction,
+    PagesCorrupt,
     PeerLost,
     TransferEnded,
 )
@@ -104,6 +107,8 @@ class WorkerScheduler:
                 return self.decode.prefill_failed(event, now)
             case PrefillAborted():
                 return self.decode.prefill_aborted(event, now)
+            case PagesCorrupt():
+                return self.decode.pages_corrupt(event, now)
             case TransferEnded():
                 return self.prefill.transfer_ended(event, now)
             case TierEvent():
@@ -152,6 +157,12 @@ class WorkerScheduler:
             role = self.decode if row.attempt in self.decode.sequences else self.prefill
             out += role.computed_row(row, token, logprobs, now)
         return out
+
+    def failed_transfers(self) -> dict[str, int]:
+        """How many failed so far, by reason."""
+        failed = Counter(self.prefill.failed_transfers)
+        failed[CORRUPT] += self.decode.corrupt_transfers
+        return dict(+failed)
 
     @property
     def idle(self) -> bool:

@@ -11,6 +11,7 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pd_cluster.cache.eviction import make_eviction_policy
@@ -35,11 +36,13 @@ from pd_cluster.worker.instructions import (
     Event,
     Instruction,
     Notify,
+    PagesCorrupt,
     PeerLost,
     ReadPages,
     Row,
     Send,
     TransferEnded,
+    VerifyPages,
     WritePages,
 )
 from pd_cluster.worker.scheduler import WorkerScheduler
@@ -128,6 +131,9 @@ class Transfer:
     aborted: bool = False
 
 
+GOOD, BAD = b"good", b"bad!"
+
+
 @dataclass
 class World:
     """Workers, their mail and transfers under way; what happens next is seeded chance."""
@@ -137,6 +143,9 @@ class World:
     outputs: dict[AttemptId, list[Output]] = field(default_factory=lambda: defaultdict(list))
     transfers: list[Transfer] = field(default_factory=list)
     now: float = 0.0
+    # Pages travel with checksums; of how many more writes these will not hold.
+    verify: bool = False
+    corrupt: int = 0
 
     @classmethod
     def make(
@@ -270,7 +279,11 @@ class World:
             source.memory[write.target] = target.memory[write.source]
         else:
             target.memory[write.target] = source.memory[write.source]
-            target.mailbox.append(write.done)
+            done = write.done
+            if self.verify:
+                sums, self.corrupt = (BAD, self.corrupt - 1) if self.corrupt else (GOOD, 0)
+                done = msgspec.structs.replace(done, checksums=sums * done.count)
+            target.mailbox.append(done)
         source.mailbox.append(TransferEnded(write.transfer))
 
     def _obey(self, worker: FakeWorker, instructions: list[Instruction]) -> None:
@@ -287,6 +300,13 @@ class World:
                             instruction.transfer,
                         ):
                             transfer.aborted = self.rng.random() < 0.5
+                case VerifyPages():
+                    message = instruction.message
+                    assert len(instruction.pages) == message.count
+                    if message.checksums == GOOD * message.count:
+                        worker.mailbox.append(msgspec.structs.replace(message, checksums=b""))
+                    else:
+                        worker.mailbox.append(PagesCorrupt(message.attempt))
                 case Connect():
                     worker.connected.add(instruction.peer)
                 case Notify():

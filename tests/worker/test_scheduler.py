@@ -392,6 +392,25 @@ def test_a_failed_pull_is_computed_instead() -> None:
     assert prefill.scheduler.prefill.failed_transfers
 
 
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_corrupt_pages_are_never_published(max_tokens: int) -> None:
+    """The attempt fails and gives all back; another one computes what it needs, and is exact."""
+    world = World.make(23)
+    world.verify, world.corrupt = True, 1
+    prompt = prompt_of(30)
+    first = world.request(prompt, name="a", max_tokens=max_tokens)
+    finish(world)
+    scheduler = world.worker("decode-0").scheduler
+    assert scheduler.failed_transfers() == {"corrupt": 1}
+    assert scheduler.cache.match(prompt, None, now=world.now, count_hit=False).length == 0
+    # One that ended with its first token has its answer, which needed none of the pages.
+    assert world.outcome(first) == ("finished" if max_tokens == 1 else "failed")
+    again = world.request(prompt, name="a", number=1, max_tokens=max_tokens)
+    finish(world)
+    assert world.answer(again) == expected_answer(prompt, max_tokens)
+    assert scheduler.failed_transfers() == {"corrupt": 1}
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("shared", [0, 16, 31, 32])
 def test_the_local_route_computes_the_tail_on_decode(page_size: int, shared: int) -> None:

@@ -17,7 +17,7 @@ from pd_transfer.errors import (
     nixlRemoteDisconnectError,
 )
 from pd_transfer.metadata import Metadata
-from pd_transfer.runs import copy
+from pd_transfer.runs import copy, view
 from pd_transfer.state import Backend, PeerState, State, Transfer
 
 
@@ -39,10 +39,12 @@ class FakeNetwork:
         hold: transfers, notifications and aborts wait in `pending` instead of happening.
         pending: what waits, oldest first. An aborted transfer stays, with `aborting` set, until it
             is delivered, which then is the target's acknowledgement.
+        corrupt: of how many more transfers one byte arrives changed.
     """
 
     def __init__(self) -> None:
         self.hold = False
+        self.corrupt = 0
         self.pending: list[Pending] = []
         self._agents: dict[str, FakeBackend] = {}
 
@@ -119,10 +121,13 @@ class FakeNetwork:
             regions.admit(transfer.remote_regions, runs.remote, runs.lengths)
         except nixlNotFoundError as refusal:
             return refusal
+        origin, landing = runs.local, runs.remote
         if transfer.operation == nixl_xfer_op_t.NIXL_READ:
-            copy(runs.remote, runs.local, runs.lengths)
-        else:
-            copy(runs.local, runs.remote, runs.lengths)
+            origin, landing = landing, origin
+        copy(origin, landing, runs.lengths)
+        if self.corrupt and len(landing):
+            self.corrupt -= 1
+            view(int(landing[-1]), 1)[0] ^= 0xFF
         regions.release(transfer.remote_regions)
         target.state.served(transfer.operation, runs, transfer.descriptors)
         if transfer.notification is not None:
