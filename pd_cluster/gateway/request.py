@@ -148,6 +148,9 @@ class RequestState(Tracked[State]):
         self._number = 0
         self._placement: Placement | None = None
         self._finish: Finish | None = None
+        # Outputs of the attempt that were taken, and those that came before an earlier one.
+        self.outputs_taken = 0
+        self._early: dict[int, Output] = {}
         # Tries since the last token, and the workers that these tries were lost on.
         self._fruitless = 0
         self._avoid: dict[WorkerId, None] = {}
@@ -251,7 +254,21 @@ class RequestState(Tracked[State]):
         if placement is None or placement.decode != worker or output.attempt != self.attempt:
             return []
         if self.state == "draining":
-            return self._drained(output.outcome, now) if output.outcome else []
+            early = (each.outcome for each in self._early.values() if each.outcome)
+            outcome = output.outcome or next(early, None)
+            return self._drained(outcome, now) if outcome else []
+        if output.number < self.outputs_taken:
+            return []
+        self._early[output.number] = output
+        instructions: list[Instruction] = []
+        while self._placement is placement and self.outputs_taken in self._early:
+            following = self._early.pop(self.outputs_taken)
+            self.outputs_taken += 1
+            instructions += self._output(following, now)
+        return instructions
+
+    def _output(self, output: Output, now: float) -> list[Instruction]:
+        """The next of the attempt's outputs."""
         instructions: list[Instruction] = []
         if self.sources is None:
             self.sources = output.sources
@@ -336,6 +353,8 @@ class RequestState(Tracked[State]):
     def _place(self, now: float, why: str = "", delay_s: float | None = None) -> list[Instruction]:
         self.move("placing", now, why)
         self._number += 1
+        self.outputs_taken = 0
+        self._early.clear()
         if delay_s is None:
             # The second try follows at once: most reasons for one concern a single worker.
             doublings = self._fruitless - 2

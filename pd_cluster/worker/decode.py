@@ -343,6 +343,7 @@ class DecodeSequences:
         seq.ended = seq.finished = finish is not None
         output = Output(
             attempt=seq.attempt,
+            number=seq.next_output(),
             tokens=(token,),
             outcome="finished" if finish else None,
             finish_reason=finish,
@@ -557,6 +558,10 @@ class DecodeSequences:
     def _end_output(self, seq: Sequence, outcome: Outcome, message: str) -> Instruction:
         seq.ended = True
         output = Output(
-            attempt=seq.attempt, outcome=outcome, message=message, resident=seq.resident
+            attempt=seq.attempt,
+            number=seq.next_output(),
+            outcome=outcome,
+            message=message,
+            resident=seq.resident,
         )
         return Deliver(seq.request.gateway, output)

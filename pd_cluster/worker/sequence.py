@@ -63,6 +63,7 @@ class Sequence(Tracked[SequenceState]):
         self.in_flight: IntArray = np.empty(0, np.int32)  # pages that prefill may touch
         self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed
         self.kv_len = 0
+        self.outputs = 0  # that the gateway was sent
         self.ended = False  # the gateway has been told the outcome
         self.finished = False  # that was its last token
 
@@ -83,6 +84,11 @@ class Sequence(Tracked[SequenceState]):
     def num_output(self) -> int:
         """Tokens of the answer so far, those of earlier attempts included."""
         return self.length - self.request.prompt_len
+
+    def next_output(self) -> int:
+        """The number of an output that is now sent."""
+        self.outputs += 1
+        return self.outputs - 1
 
     def append(self, token: int) -> None:
         if self.length == len(self._tokens):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tokenizers
 import uvicorn
 from fastapi import FastAPI
+from msgspec import structs
 from tokenizers import decoders, models, pre_tokenizers
 
 from pd_cluster.config import Config, validate_config
@@ -95,6 +97,7 @@ class FakeCluster:
         self.metrics = metrics
         self.driver = Driver(self, config, metrics)
         self.reply: list[int] = []
+        self.numbers: Counter[AttemptId] = Counter()  # of outputs
         self.gates: dict[int, asyncio.Event] = {}
         self.manual = False
         self.prefill_hit = 0
@@ -190,7 +193,12 @@ class FakeCluster:
     # The worker
 
     def deliver(self, *outputs: Output, worker: WorkerId = DECODE) -> None:
-        self.driver.deliver(OutputBatch(worker=worker, outputs=outputs))
+        """In this order, as a worker numbers them."""
+        numbered = []
+        for output in outputs:
+            numbered.append(structs.replace(output, number=self.numbers[output.attempt]))
+            self.numbers[output.attempt] += 1
+        self.driver.deliver(OutputBatch(worker=worker, outputs=tuple(numbered)))
 
     async def _answer(self, worker: WorkerId, start: StartAttempt) -> None:
         given = len(unpack_ints(start.tokens)) - start.prompt_len

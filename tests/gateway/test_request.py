@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from msgspec import structs
 
 from pd_cluster.errors import (
     AttemptsExhausted,
@@ -116,11 +118,19 @@ def cancel(number: int, worker: WorkerId = DECODE) -> Cancel:
     return Cancel(worker, CancelAttempt(attempt=attempt(number)))
 
 
+def in_order(state: RequestState, event: Event) -> Event:
+    """The event, an output with the number that comes next where it has none."""
+    if not isinstance(event, Delivered) or event.output.number:
+        return event
+    output = structs.replace(event.output, number=state.outputs_taken)
+    return Delivered(event.worker, output)
+
+
 def run(state: RequestState, *events: Event, now: float = 1.0) -> list[Instruction]:
     """The instructions of the last event."""
     instructions: list[Instruction] = []
     for event in events:
-        instructions = state.handle(event, now)
+        instructions = state.handle(in_order(state, event), now)
         state.validate()
     return instructions
 
@@ -158,6 +168,42 @@ def test_a_plain_request():
     assert finish.usage.completion_tokens == 3
     assert finish.usage.cached_tokens == 1
     assert finish.recovered == ()
+    assert state.ended
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+@pytest.mark.parametrize("outcome", ["finished", "retracted"])
+def test_outputs_that_overtook_each_other_are_taken_in_their_order(order, outcome):
+    """Calls of an async actor may: no client sees two tokens the wrong way round."""
+    state = make()
+    run(state, Started(), placed(1))
+    worker = DECODE
+    sent = [
+        Output(attempt=attempt(1), number=0, tokens=(20,), sources=SOURCES),
+        Output(attempt=attempt(1), number=1, tokens=(21, 22)),
+        Output(attempt=attempt(1), number=2, tokens=(23,)),
+        Output(attempt=attempt(1), number=3, outcome=outcome, finish_reason="stop"),
+    ]
+    given, ends = [], []
+    for index in order:
+        for _ in range(2):  # twice told is told once
+            for each in state.handle(Delivered(worker, sent[index]), 1.0):
+                given += each.tokens if isinstance(each, Emit) else ()
+                ends += [each.message.outcome] if isinstance(each, EndAttempt) else ()
+            state.validate()
+    assert given == state.tokens == [20, 21, 22, 23]
+    assert ends == [outcome]
+    assert state.sources == SOURCES
+
+
+def test_a_cancelled_attempt_that_ended_before_its_last_tokens_came_is_over():
+    state = make()
+    run(state, Started(), placed(1))
+    late = Output(attempt=attempt(1), number=0, tokens=(20,), sources=SOURCES)
+    end = Output(attempt=attempt(1), number=1, outcome="aborted")
+    assert state.handle(Delivered(DECODE, end), 1.0) == []
+    run(state, ClientGone())
+    assert run(state, Delivered(DECODE, late)) == [ended(1, "aborted")]
     assert state.ended
 
 
@@ -390,7 +436,7 @@ class Requests(RuleBasedStateMachine):
     def feed(self, event: Event) -> None:
         self.now += 0.5
         before = self.state.state
-        for each in self.state.handle(event, self.now):
+        for each in self.state.handle(in_order(self.state, event), self.now):
             match each:
                 case Place(request):
                     assert request.attempt not in self.asked
