@@ -178,7 +178,7 @@ class Config(_Section):
         description="prompt tokens that decode computes beside a step of running sequences",
     )
     placement: Literal["cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"] = (
-        "least_loaded"
+        "cost"
     )
     routes: tuple[Route, ...] = Field(
         ("remote", "remote+pull", "local"), description="ways that placement cost may choose from"

@@ -311,7 +311,7 @@ class PrefillAborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave one attempt.
 
-    `number` counts the outputs of the attempt from 0: messages may overtake each other on their way.
+    `number` counts the attempt's outputs from 0: messages may overtake each other on their way.
     `finish_reason` is set with `outcome` "finished"; `message` explains every other outcome.
     `resident` is the part of the prompt that decode held when it reserved. `sources` come with the
     first token.

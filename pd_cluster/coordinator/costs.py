@@ -64,7 +64,7 @@ class FittedTime:
             if (fitted >= 0).all():
                 break
             active &= fitted > 0
-        return fitted * scale
+        return np.asarray(fitted * scale, np.float64)
 
 
 @dataclass(frozen=True, slots=True)

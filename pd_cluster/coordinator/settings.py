@@ -14,7 +14,7 @@ from pd_cluster.types import RetractionPolicy
 class Scheduling:
     """`limits.pull` and `limits.local` say what is wanted; the workers' reports, what is there."""
 
-    placement: str = "least_loaded"
+    placement: str = "cost"
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     # Higher priorities come first, a full queue makes room for them by rejecting the lowest, and
@@ -40,8 +40,8 @@ class Scheduling:
             max_queued_per_tenant=config.max_queued_per_tenant,
             max_running_per_tenant=config.max_running_per_tenant,
             limits=RouteLimits(
-                pull=True,
-                local=True,
+                pull="remote+pull" in config.routes,
+                local="local" in config.routes,
                 itl_limit_s=config.itl_limit_s,
                 chunk_tokens=config.local_prefill_size,
             ),

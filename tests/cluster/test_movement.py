@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.cluster.live import Live, poll
+from tests.cluster.live import Live, live, poll
 
 pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Live]:
+    """By route `remote` alone: what is not on decode is sent there."""
+    with live(placement="least_loaded") as running:
+        yield running
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -103,7 +103,7 @@ def test_a_burst_spreads_and_ties_are_broken_fairly() -> None:
 
 
 def test_the_less_loaded_worker_is_chosen() -> None:
-    state = cluster(decode=2)
+    state = cluster(decode=2, placement="least_loaded")
     big = placement(state.place(request("big", prompt_len=500), 0.0))
     small = [placement(state.place(request(str(i)), 0.0)) for i in range(3)]
     assert all(each.decode != big.decode for each in small)

@@ -40,8 +40,8 @@ SCHEDULING = Dashboard(
         Panel(
             "Placements",
             REQUESTS_PER_SECOND,
-            "By route. Only `remote` with conversations: placement is least_loaded; `cost` also"
-            " pulls answers from decode and computes short tails there.",
+            "By route. Placement by cost also pulls answers from decode (remote+pull) and has short"
+            " tails computed there (local); the simpler policies only know remote.",
             [Query(rate("pd_placements_total", by="route"), "{{route}}")],
             stacked=True,
         ),
