@@ -6,11 +6,12 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,9 @@ KIB: Final = 1024
 DEFAULT_SIZES: Final = (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 16 * 1024 * KIB)
 # One token's KV of SmolLM2-135M in bfloat16: a page of page_size 1.
 PAGE: Final = 23_040
+# Repeats of a contender's turn, and those before them that do not count.
+_TURN: Final = 5
+_WARM_UP: Final = 2
 _SCRIPT: Final = Path(__file__).with_name("bench_node.py")
 
 
@@ -44,15 +48,18 @@ def run(
 
     Contiguous pieces follow each other on both sides, scattered ones lie in unrelated orders.
     A measurement is from making the handle out of prepared lists to "DONE", by NIXL's API on both
-    libraries. Repeats of all contenders are interleaved; NIXL takes part twice, so that the spread
-    of its ratio to itself is the run's own noise. Speeds are 90th percentiles.
+    libraries. Contenders take turns of a few repeats; NIXL takes part twice, so that the spread of
+    its ratio to itself is the run's own noise. Whose turn it is not is stopped meanwhile (SIGSTOP),
+    for NIXL's threads poll; a turn begins with repeats that do not count, for a process that has
+    just been woken is slow. Speeds are 90th percentiles.
 
     Args:
         sizes: bytes of a piece.
         total: bytes of a transfer and of either side's memory.
         repeats: of each figure.
         round_trips: single pages written, with a notification.
-        nixl_python: an interpreter that has `nixl_cu12`; this one if it has, else NIXL is left out.
+        nixl_python: an interpreter that has `nixl_cu12`; else the environment's `PD_NIXL_PYTHON`;
+            else this one if it has; else NIXL is left out.
         options: of `pd_transfer.ucx.UcxOptions`, for both sides. Besides, ``hosts``, the addresses
             of both; then a plain TCP socket takes part too, ``tcp_gbps``.
         environment: for all processes, e.g. ``{"UCX_TLS": "tcp,self"}``.
@@ -66,9 +73,12 @@ def run(
         by NIXL's), ``nixl_ratio_median`` of the paired ratios with its 95 % interval ``_low``,
         ``_high``, and the same of NIXL with itself, ``noise_ratio...``. Besides,
         ``write.<order>.262144.busy_ratio``: with the target's main thread in matrix products, by
-        idle; ``roundtrip_us``, ``roundtrip_p99_us``, ``nixl_roundtrip_us``; ``post_10000_us``.
+        idle; ``roundtrip_us``, ``roundtrip_p99_us``, ``nixl_roundtrip_us``, and
+        ``socket_roundtrip_us``, the same page and answer by plain sockets and as many threads;
+        ``post_10000_us``.
         What needs NIXL is absent without it.
     """
+    nixl_python = nixl_python or os.environ.get("PD_NIXL_PYTHON")
     if nixl_python is None and importlib.util.find_spec("nixl_cu12"):
         nixl_python = sys.executable
     if nixl_python is None:
@@ -102,9 +112,11 @@ def run(
             memcpy.forget()
         for order in ("contiguous", "scattered"):
             figures |= _busy(ours, order, min(256 * KIB, total), repeats)
-        figures |= _round_trips(ours, nixl, round_trips)
+        echo = pair("echo", sys.executable)
+        figures |= _round_trips(ours, nixl, echo, round_trips)
         count = min(10_000, total // (16 * KIB))
-        posts = ours.initiator.call("post", 16 * KIB, count, 5)
+        with ours.running():
+            posts = ours.initiator.call("post", 16 * KIB, count, 5)
         figures["post_10000_us"] = float(np.median(posts)) * 1e6
     return figures
 
@@ -126,17 +138,20 @@ def _compare(
     before = {who: pair.cpu() for who, pair in pairs.items()}
     turns = list(contenders)
     rng = np.random.default_rng(seed)
-    for _ in range(repeats):
+    for done in range(0, repeats, _TURN):
+        count = min(_TURN, repeats - done)
         for turn in rng.permutation(len(turns)):
             who = turns[turn]
-            speeds[who].append(moved / contenders[who](operation, size, order, seed) / 1e9)
+            seconds = contenders[who](operation, size, order, seed, _WARM_UP + count)
+            speeds[who] += [moved / each / 1e9 for each in seconds[_WARM_UP:]]
     figures = {
         f"{name}.{who}_gbps": float(np.percentile(values, 90))
         for who, values in speeds.items()
         if who != "again"
     }
     for who, pair in pairs.items():
-        moves = repeats * (2 if who == "nixl" else 1)
+        moves = sum(_WARM_UP + min(_TURN, repeats - done) for done in range(0, repeats, _TURN))
+        moves *= 2 if who == "nixl" else 1
         figures[f"{name}.{who}_cpu_s_per_gb"] = (pair.cpu() - before[who]) / moves / moved * 1e9
     if "nixl" in speeds:
         figures |= _ratio(f"{name}.nixl_ratio", speeds["ours"], speeds["nixl"])
@@ -161,21 +176,23 @@ def _ratio(name: str, mine: list[float], theirs: list[float]) -> dict[str, float
 def _busy(ours: _Pair, order: str, size: int, repeats: int) -> dict[str, float]:
     idle, busy = [], []
     for _ in range(repeats):
-        idle.append(ours.move("WRITE", size, order, 1))
-        ours.target.call("burn", True)
-        busy.append(ours.move("WRITE", size, order, 1))
-        ours.target.call("burn", False)
+        with ours.running():
+            idle += ours.initiator.call("move", "WRITE", size, order, 1, 1)
+            ours.target.call("burn", True)
+            busy += ours.initiator.call("move", "WRITE", size, order, 1, 1)
+            ours.target.call("burn", False)
     ratio = np.percentile(idle, 10) / np.percentile(busy, 10)
     return {f"write.{order}.{size}.busy_ratio": float(ratio)}
 
 
-def _round_trips(ours: _Pair, nixl: _Pair | None, count: int) -> dict[str, float]:
-    contenders = {"": ours} | ({"nixl_": nixl} if nixl else {})
+def _round_trips(ours: _Pair, nixl: _Pair | None, echo: _Pair, count: int) -> dict[str, float]:
+    contenders = {"": ours, "socket_": echo} | ({"nixl_": nixl} if nixl else {})
     trips: dict[str, list[float]] = {who: [] for who in contenders}
     for _ in range(10):
         for who, pair in contenders.items():
-            trips[who] += pair.initiator.call("trips", PAGE, max(1, count // 10))
-            pair.target.call("drain")
+            with pair.running():
+                trips[who] += pair.initiator.call("trips", PAGE, max(1, count // 10))
+                pair.target.call("drain")
     figures = {f"{who}roundtrip_us": float(np.median(t)) * 1e6 for who, t in trips.items()}
     figures["roundtrip_p99_us"] = float(np.percentile(trips[""], 99)) * 1e6
     return figures
@@ -213,6 +230,9 @@ class _Process:
             raise RuntimeError(f"a process of the bench ended with {self._process.wait()}")
         return json.loads(answer)
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -248,6 +268,7 @@ class _Pair:
             hello = self.target.call("hello")
             self.initiator.call("meet", hello["metadata"], hello["address"])
             self._stack = stack.pop_all()
+            self._signal(signal.SIGSTOP)
 
     @staticmethod
     def _start(
@@ -261,12 +282,29 @@ class _Pair:
         stack.callback(process.close)
         return process
 
-    def move(self, operation: str, size: int, order: str, seed: int) -> float:
-        (seconds,) = self.initiator.call("move", operation, size, order, 1, seed)
-        return float(seconds)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Otherwise the two are stopped: a contender must not take the others' cores."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def move(
+        self, operation: str, size: int, order: str, seed: int, repeats: int = 1
+    ) -> list[float]:
+        with self.running():
+            seconds = self.initiator.call("move", operation, size, order, repeats, seed)
+        return [float(each) for each in seconds]
 
     def cpu(self) -> float:
-        return float(self.initiator.call("cpu") + self.target.call("cpu"))
+        with self.running():
+            return float(self.initiator.call("cpu") + self.target.call("cpu"))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in (self.initiator, self.target):
+            process.signal(number)
 
     def __enter__(self) -> _Pair:
         return self
@@ -285,7 +323,12 @@ class _Memcpy:
     def forget(self) -> None:
         self._orders.clear()
 
-    def move(self, operation: str, size: int, order: str, seed: int) -> float:
+    def move(
+        self, operation: str, size: int, order: str, seed: int, repeats: int = 1
+    ) -> list[float]:
+        return [self._once(size, order, seed) for _ in range(repeats)]
+
+    def _once(self, size: int, order: str, seed: int) -> float:
         count = len(self._source) // size
         source = self._source[: count * size].reshape(count, size)
         target = self._target[: count * size].reshape(count, size)
@@ -300,6 +343,29 @@ class _Memcpy:
         return time.perf_counter() - start
 
 
+def summary(figures: Mapping[str, float]) -> str:
+    """A table, a line a case: speeds, and ours by NIXL's beside NIXL's by its own."""
+    rows = [
+        f"{'GB/s, 90th percentiles':30}{'ours':>8}{'NIXL':>8}{'memcpy':>8}{'socket':>8}"
+        f"{'ours/NIXL':>11}{'paired median [95 %]':>24}{'NIXL/itself [95 %]':>24}"
+    ]
+    for name in figures:
+        case, _, figure = name.rpartition(".")
+        if figure != "ours_gbps":
+            continue
+        speeds = [figures.get(f"{case}.{who}_gbps") for who in ("ours", "nixl", "memcpy", "tcp")]
+        row = f"{case:30}" + "".join(f"{x:8.2f}" if x is not None else f"{'-':>8}" for x in speeds)
+        if f"{case}.nixl_ratio" in figures:
+            row += f"{figures[f'{case}.nixl_ratio']:11.2f}"
+            for ratio in ("nixl_ratio", "noise_ratio"):
+                middle, low, high = (
+                    figures[f"{case}.{ratio}_{end}"] for end in ("median", "low", "high")
+                )
+                row += f"{f'{middle:.2f} [{low:.2f}, {high:.2f}]':>24}"
+        rows.append(row)
+    return "\n".join(rows)
+
+
 def main() -> None:
     import argparse
 
@@ -311,7 +377,9 @@ def main() -> None:
     given = parser.parse_args()
     figures = run(given.sizes, repeats=given.repeats, nixl_python=given.nixl_python)
     for name, value in figures.items():
-        print(f"{name:52} {value:10.3f}")
+        if not any(part in name for part in ("_gbps", "ratio_", "nixl_ratio", "noise_ratio")):
+            print(f"{name:52} {value:10.3f}")
+    print(summary(figures))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))
 

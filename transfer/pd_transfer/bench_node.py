@@ -168,6 +168,56 @@ class TcpNode:
         return time.process_time()
 
 
+class EchoNode:
+    """The yardstick of a round trip: a page through a plain socket and a byte back.
+
+    As many threads are woken for it as for a transfer: one at the target, one here that reads the
+    answer, and the caller, who sleeps until that one has told it.
+    """
+
+    def __init__(self, library: str, role: str, total: int, options: dict[str, Any]) -> None:
+        self._host = options["host"]
+
+    def hello(self) -> dict[str, Any]:
+        self._listener = socket.create_server((self._host, 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+        return {"metadata": self._host, "address": self._listener.getsockname()[1]}
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while length := sock.recv(8, socket.MSG_WAITALL):
+            sock.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
+            sock.sendall(b"!")
+
+    def meet(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answered = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while self._socket.recv(1):
+            self._answered.set()
+
+    def trips(self, size: int, count: int) -> list[float]:
+        page = size.to_bytes(8, "little") + bytes(size)
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self._socket.sendall(page)
+            self._answered.wait()
+            self._answered.clear()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def drain(self) -> None:
+        """Nothing has been kept."""
+
+
+KINDS = {"tcp": TcpNode, "echo": EchoNode}
+
+
 def orders(order: str, count: int, seed: int) -> tuple[Any, Any]:
     """Indices on either side: in sequence, or in unrelated random orders."""
     if order == "contiguous":
@@ -203,7 +253,7 @@ def main() -> None:
         name, arguments = json.loads(line)
         answer = None
         if name == "open":
-            node = (TcpNode if arguments[0] == "tcp" else Node)(*arguments)
+            node = KINDS.get(arguments[0], Node)(*arguments)
         elif name == "burn":
             burning = arguments[0]
         else:
