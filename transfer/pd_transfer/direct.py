@@ -110,7 +110,9 @@ def _pieces(
         offsets = ((np.arange(len(run)) - first) * _STEP).astype(np.uint64)
         local, remote = local[run] + offsets, remote[run] + offsets
         lengths = np.minimum(lengths[run] - offsets, np.uint64(_STEP))
-    return np.stack([local, lengths], axis=1), np.stack([remote, lengths], axis=1)
+    table = np.empty((2, len(lengths), 2), np.uint64)
+    table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, lengths
+    return table[0], table[1]
 
 
 class Copier:

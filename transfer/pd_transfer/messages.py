@@ -206,7 +206,7 @@ def pack_addresses(addresses: Vector) -> bytes:
 
 def pack_runs(addresses: Vector, lengths: Vector) -> tuple[bytes, bytes, int]:
     """The fields `addresses`, `lengths` and `uniform` of a `Post`."""
-    uniform = bool(len(lengths)) and bool((lengths == lengths[0]).all())
+    uniform = len(lengths) == 1 or bool(len(lengths)) and bool((lengths == lengths[0]).all())
     return (
         pack_addresses(addresses),
         b"" if uniform else lengths.astype("<u8").tobytes(),
@@ -222,11 +222,14 @@ def unpack_runs(post: Post) -> tuple[Vector, Vector]:
     """
     if len(post.addresses) % 8 or len(post.lengths) % 8:
         raise ProtocolError("torn descriptors")
-    addresses = np.frombuffer(post.addresses, "<u8").astype(np.uint64)
+    addresses = np.frombuffer(post.addresses, "<u8").astype(np.uint64, copy=False)
     if post.uniform:
         if not 0 < post.uniform <= MAX_TRANSFER_BYTES:
             raise ProtocolError("a length out of range")
         lengths = np.full(len(addresses), post.uniform, np.uint64)
+        if len(lengths) * post.uniform > MAX_TRANSFER_BYTES:
+            raise ProtocolError("a transfer out of range")
+        return addresses, lengths
     else:
         lengths = np.frombuffer(post.lengths, "<u8").astype(np.uint64)
     if len(lengths) != len(addresses) or not lengths.all():

@@ -64,6 +64,13 @@ def _find(regions: Sequence[Region], addresses: Vector, lengths: Vector) -> Regi
     found = np.full(len(addresses), -1, np.int64)
     if not regions:
         return found
+    if len(addresses) == 1:  # a page alone: its latency counts
+        first, length = int(addresses[0]), int(lengths[0])
+        for region in regions:
+            if region.address <= first and first + length <= region.address + region.length:
+                found[0] = region.id
+                break
+        return found
     regions = sorted(regions, key=lambda region: region.address)
     starts = np.array([r.address for r in regions], np.uint64)
     sizes = np.array([r.length for r in regions], np.uint64)

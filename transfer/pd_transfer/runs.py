@@ -35,7 +35,7 @@ class Runs(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths[0]) if len(self.lengths) == 1 else int(self.lengths.sum())
 
 
 class Message(NamedTuple):
@@ -60,6 +60,8 @@ def merge(
         local_regions: (N,) region ids; `remote_regions` likewise.
     """
     lengths = local[:, 1]
+    if len(lengths) == 1 and lengths[0]:  # a page alone: its latency counts
+        return Runs(local[:, 0].copy(), remote[:, 0].copy(), lengths.copy())
     keep = lengths > 0
     if not keep.all():
         local, remote, lengths = local[keep], remote[keep], lengths[keep]

@@ -21,7 +21,7 @@ from pd_transfer.telemetry import CostModel
 
 logger: Final = logging.getLogger("pd_transfer")
 
-_PAUSE: Final = 50e-6
+_PAUSE: Final = 250e-6
 _LONG_PAUSE: Final = 1e-3
 
 PeerState = Literal["alive", "dead"]
@@ -83,8 +83,9 @@ class Transfer:
     handle: int
     ended: bool = False
     error: Exception | None = None
-    # Of a thread that waits for the end; made by who first waits.
-    waiter: threading.Event | None = None
+    # Held until the end; made by who first waits. Not an Event, which wakes its waiters while it
+    # still holds what they need to go on.
+    waiter: threading.Lock | None = None
     # Monotonic seconds: `transfer` was called, had returned, the end.
     posted_at: float = 0.0
     returned_at: float = 0.0
@@ -143,7 +144,7 @@ class State:
         transfer.error = error
         transfer.ended = True
         if transfer.waiter is not None:
-            transfer.waiter.set()
+            transfer.waiter.release()
         self._emit(Event("transfer", transfer.peer, transfer.handle))
 
     def served(self, operation: nixl_xfer_op_t, runs: Runs, descriptors: int) -> None:
@@ -181,13 +182,17 @@ class State:
         now = time.monotonic()
         # What has taken long may take longer: then waking up often costs more than it gains.
         pause = min(max(_PAUSE, (now - transfer.posted_at) / 8), _LONG_PAUSE)
-        if transfer is not self._paused_for and now - self._paused < pause:
+        other = self._paused_for
+        waiting = other is not None and other is not transfer and not other.ended
+        if waiting and now - self._paused < pause:
             return
         self._paused_for = transfer
         if transfer.waiter is None:
-            transfer.waiter = threading.Event()
-        if not transfer.ended:
-            transfer.waiter.wait(pause)
+            waiter = threading.Lock()
+            waiter.acquire()
+            transfer.waiter = waiter
+        if not transfer.ended and transfer.waiter.acquire(timeout=pause):
+            transfer.waiter.release()  # for others that wait
         self._paused = time.monotonic()
 
     def statistics(self) -> Statistics:
