@@ -290,8 +290,11 @@ class TcpWire(Wire):
             if not self._in.left and not self._held:
                 self._header_read()
             try:
-                # What is held is not read on, but its end is still to be noticed.
+                # What is held is not read on, but a reset is noticed, which would wake us for ever;
+                # an end that has data before it is told by the control connection.
                 if self._held:
+                    if self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        raise ConnectionError("reset")
                     if not self._sock.recv(1, socket.MSG_PEEK):
                         raise ConnectionError("closed")
                     return
