@@ -1,8 +1,8 @@
 """Hosts that a test makes: network, PID, mount, UTS and IPC namespaces of their own, an sshd each.
 
 All of a host's processes live in its PID namespace: they die with its first process, whatever they
-have become. This machine lends them its programs and the named folders; it has, while they live, their network
-namespaces and a folder below /tmp.
+have become. This machine lends them its programs and a few folders; it has, while they live, their
+network namespaces and a folder below /tmp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "rsync")
+PROGRAMS = ("curl", "ip", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "rsync")
 ROOT = Path(__file__).parents[2]
 # An empty environment, so that no proxy or Ray of this machine is taken for the hosts'.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -150,9 +150,9 @@ def network(addresses: Sequence[str], client: str, cache: Path) -> Iterator[Netw
     Their home folders are at one path, each with its own content, but for ~/.cache/pd-cluster,
     which is `cache` on all of them.
     """
-    tag = f"pdm{os.getpid()}"
+    tag = f"pdhosts{os.getpid()}"
     with contextlib.ExitStack() as stack:
-        base = Path(tempfile.mkdtemp(prefix="pdm"))
+        base = Path(tempfile.mkdtemp(prefix="pdhosts"))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
         for key in ("host_key", "user_key"):
             subprocess.run(
@@ -214,8 +214,7 @@ def _boot(
         stderr=subprocess.STDOUT,
         env={"PATH": PATH},
     )  # fmt: skip
-    stack.callback(process.wait)
-    stack.callback(process.kill)
+    stack.callback(_end, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     end = time.monotonic() + 30
     while not (pids := children.read_text().split()):
@@ -225,12 +224,32 @@ def _boot(
     return Host(name, address, namespace, home, int(pids[0]))
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a host. Its first process is gone once all the others are, and not before."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    for pid in children:
+        while _lives(pid):
+            time.sleep(0.01)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 def _wait_for_ssh(host: Host) -> None:
     end = time.monotonic() + 30
     options = "-o StrictHostKeyChecking=accept-new -o BatchMode=yes -o ConnectTimeout=2"
     while True:
         done = subprocess.run(
-            host.command(f"ssh {options} root@{host.address} true"), capture_output=True, check=False
+            host.command(f"ssh {options} root@{host.address} true"),
+            capture_output=True,
+            check=False,
         )
         if done.returncode == 0:
             return
