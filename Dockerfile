@@ -16,7 +16,8 @@ ENV PATH=/srv/pd/venv/bin:$PATH
 RUN python3 -m venv venv && mkdir -p .cache/pd-cluster
 
 COPY --chown=pd . pd-cluster
-RUN pip install --no-cache-dir './pd-cluster[gpu]' 'ray[default]==2.60.*'
+# The dashboard's extra is for the operator, which asks it for the head's health.
+RUN pip install --no-cache-dir -c pd-cluster/constraints.txt './pd-cluster[gpu]' 'ray[default]'
 
 EXPOSE 30000
 CMD ["pd-cluster", "serve", "--host", "0.0.0.0"]

@@ -127,14 +127,12 @@ def test_kubernetes_leads_clients_to_the_gateway() -> None:
     assert {each["name"] for each in pod["containers"][0]["volumeMounts"]} == set(volumes)
 
 
-def test_the_image_has_the_same_ray_and_no_root() -> None:
+def test_the_image_has_the_pinned_versions_and_no_root() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    assert re.search(r"^FROM nvidia/cuda:", text, re.MULTILINE)
+    assert re.search(r"^FROM nvidia/cuda:.*ubuntu24\.04$", text, re.MULTILINE), "Python 3.12"
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["pd"]
-    release = re.search(r"ray\[default\]==(\d+\.\d+)\.\*", text)
-    assert release is not None
-    assert version("ray").startswith(f"{release[1]}.")
-    assert "ubuntu24.04" in text, "whose Python is 3.12"
+    assert "pip install --no-cache-dir -c pd-cluster/constraints.txt" in text
+    assert f"ray=={version('ray')}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_every_line_that_must_be_changed_is_marked() -> None:

@@ -87,6 +87,7 @@ def test_a_cable_is_pulled_for_a_while(
     with deployed.network.cut(deployed.worker):
         time.sleep(CUT_S)  # the length of the cut, not a wait for something
     answers = [deployed.answer(request) for request in requests]
+    print("answers after the cut:", [answer.status for answer in answers])
     for ids, answer in zip(prompts, answers, strict=True):
         if answer.status == 200:
             assert len(answer.tokens) == 24
