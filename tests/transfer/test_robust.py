@@ -349,6 +349,33 @@ def fuzz(victim: Victim, transport: Transport, bodies: list[bytes]) -> None:
     assert victim.untouched()
 
 
+def test_a_write_under_way_is_not_ended_as_a_read(later: Callable[[Any], Any]) -> None:
+    """Its memory stays held until the copy is over, and the agent lives on."""
+    victim = Victim(later)
+    mallory = Mallory(victim.agent, Transport.CROSS_MEMORY)
+    try:
+        own = np.zeros(64, np.uint8)
+        there = np.array([victim.address, victim.address + 64], "<u8").tobytes()
+        # The second piece cannot be read, so the copy takes another turn of the loop, and fails.
+        here = np.array([own.ctypes.data, 16], "<u8").tobytes()
+        region = victim.agent._state.regions.snapshot()[0].id
+        frames = (
+            messages.Post(1, 1, [region], there, b"", 64, 2, None, here),
+            messages.ReadEnded(1, True, None),
+        )
+        mallory.sock.sendall(
+            b"".join(HEADER.pack(len(body)) + body for body in map(encode, frames))
+        )
+        while mallory.sock.recv(65536):
+            pass
+    except ConnectionError:
+        pass  # shown the door
+    finally:
+        mallory.close()
+    assert victim.serves()
+    assert victim.agent._state.regions.busy() == 0
+
+
 @pytest.mark.parametrize(
     "examples", [60, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )

@@ -272,9 +272,14 @@ class AcceptedLink(Link):
         self.connection.send(Done(post.id))
 
     def _read_ended(self, message: ReadEnded) -> None:
-        service = self._services.pop(message.id, None)
-        if service is None:
+        service = self._services.get(message.id)
+        # A write's memory is given back only once nothing of it can land any more.
+        if service is None or service.post.operation != nixl_xfer_op_t.NIXL_READ:
             raise ProtocolError("the end of a read that is not there")
+        # Handed over whole; that the last of it has left is told here later than it arrives there.
+        if isinstance(service.job, Sending) and not service.job.finished:
+            raise ProtocolError("the end of a read that is still being sent")
+        del self._services[message.id]
         self.owner.state.regions.release(service.post.regions)
         if message.completed:
             self.owner.state.served(

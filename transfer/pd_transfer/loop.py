@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -112,8 +113,8 @@ class Loop:
         while self._calls:
             self._guarded(self._calls.popleft())
         for what in list(self._busy):
-            if what in self._busy and what.progress():
-                self.idle(what)
+            if what in self._busy:
+                self._guarded(partial(self._progress, what))
         for fd, _ in self._epoll.poll(self._timeout()):
             handler = self._handlers.get(fd)
             # An earlier handler of this round may have closed it.
@@ -123,6 +124,11 @@ class Loop:
             timer = heapq.heappop(self._timers)[2]
             if timer.call is not None:
                 self._guarded(timer.call)
+
+    def _progress(self, what: Progressable) -> None:
+        self.idle(what)  # where it fails, it is not tried again
+        if not what.progress():
+            self.busy(what)
 
     def _timeout(self) -> float | None:
         if self._busy or self._calls or self._stopping:
