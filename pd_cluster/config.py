@@ -240,9 +240,7 @@ class Config(_Section):
     @classmethod
     def _with_remote(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "remote" not in value:
-            raise ValueError(
-                "remote must be among them: the others serve only what is held already"
-            )
+            raise ValueError("remote must be among them: the others need something that is held")
         return value
 
     @field_validator("itl_limit_s", "routes")

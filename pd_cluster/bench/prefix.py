@@ -143,14 +143,16 @@ def request(
 
 
 @contextmanager
-def server(url: str | None) -> Iterator[str]:
-    """The URL of a server: the one given, else of a cluster of its own with the defaults."""
+def server(url: str | None, **changes: Any) -> Iterator[str]:
+    """The URL of a server: the one given, else of a cluster of its own with the defaults, but for
+    `changes`.
+    """
     if url is not None:
         yield url
         return
     # Short: Ray's socket paths lie below it.
     temp_dir = tempfile.mkdtemp(prefix="pdb")
-    settings: dict[str, Any] = {"port": 0, "cluster_name": f"bench-{secrets.token_hex(4)}"}
+    settings = {"port": 0, "cluster_name": f"bench-{secrets.token_hex(4)}", **changes}
     try:
         server = Server.start(load_config(overrides=settings), temp_dir=temp_dir)
         try:

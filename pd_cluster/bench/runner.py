@@ -23,6 +23,8 @@ class BenchName(StrEnum):
     KERNELS = "kernels"
     OVERHEAD = "overhead"
     IDLE = "idle"
+    PLACEMENT = "placement"
+    ROUTES = "routes"
 
 
 def run(name: BenchName, url: str | None = None) -> dict[str, float]:
@@ -51,6 +53,14 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
             from pd_cluster.bench import idle
 
             return idle.run()
+        case BenchName.PLACEMENT:
+            from pd_cluster.bench import placement
+
+            return placement.run()
+        case BenchName.ROUTES:
+            from pd_cluster.bench import routes
+
+            return routes.run()
         case BenchName.TRANSFER:
             from pd_transfer import bench as transfer
 
