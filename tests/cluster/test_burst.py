@@ -48,7 +48,7 @@ def test_a_burst_computes_each_shared_prefix_once(cluster: Live) -> None:
     computed = (cluster.moved() - before).computed
     assert GROUPS * LENGTH <= computed <= GROUPS * LENGTH + REQUESTS
     texts = [answer["choices"][0]["text"] for answer in answers[: REQUESTS // 2]]
-    assert [texts[index] == texts[index % GROUPS] for index in range(len(texts))]
+    assert texts == [texts[index % GROUPS] for index in range(len(texts))]
 
     story = cluster.http.get(f"/admin/requests/{answers[-1]['id']}").json()
     (placed,) = story["sequences"][0]["placements"]

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.cluster
 ROUTES = [
     pytest.param({"routes": ["remote", "remote+pull"]}, "remote+pull", id="1+1-pull"),
     pytest.param(
-        {"routes": ["remote", "local"], "prefill": 2, "decode": 2}, "local", id="2+2-local"
+        {"routes": ["remote", "local"], "prefill": 2, "decode": 2},
+        "local",
+        id="2+2-local",
+        marks=pytest.mark.slow,
     ),
 ]
 

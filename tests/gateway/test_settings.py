@@ -87,7 +87,10 @@ def test_what_the_gateway_knows_of_the_model(tmp_path, tokenizer, monkeypatch, d
     config = validate_config({"model_aliases": ["b"], "sampling_defaults": defaults})
     spec = ClusterSpec(
         local=True,
-        config=config.model_dump_json(), model_folder=str(tmp_path), model_id="a", secret=b""
+        config=config.model_dump_json(),
+        model_folder=str(tmp_path),
+        model_id="a",
+        secret=b"",
     )
     model = actor.GatewayActor(spec, "gateway-0").model
     assert (model.name, model.aliases) == ("a", ("b",))
