@@ -106,6 +106,9 @@ class Config(_Section):
     model: str = Field("smollm2", min_length=1, description="known name, folder or GGUF file")
     served_model_name: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what workers compute on; auto: a GPU where they find one"
+    )
     context_length: int | None = Field(None, ge=2, description="tokens; the model's own by default")
 
     host: str = "127.0.0.1"

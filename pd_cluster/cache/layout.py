@@ -77,6 +77,11 @@ class Layout(ABC):
     def device(self) -> torch.device:
         return self.buffer.device
 
+    @property
+    def mem_type(self) -> str:
+        """What transfer descriptors of this memory are: "DRAM", or "VRAM" of a GPU."""
+        return "VRAM" if self.buffer.device.type == "cuda" else "DRAM"
+
     @abstractmethod
     def _shape(self) -> tuple[int, ...]: ...
 

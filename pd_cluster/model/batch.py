@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+# Of the tensors within one copy: what the widest vector loads ask for.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,29 @@ class ForwardBatch:
     ctx_lens: Tensor  # [B] int32
     num_decode: int
     logits_rows: Tensor  # int64, rows of N whose logits are wanted
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The batch on another device, by one copy for which the host does not wait."""
+        tensors = self.tensors()
+        offsets, size = [], 0
+        for each in tensors.values():
+            offsets.append(size)
+            size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # torch keeps pinned memory from reuse until the copy out of it is over.
+        packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+        def views(memory: Tensor) -> list[Tensor]:
+            pieces = zip(offsets, tensors.values(), strict=True)
+            return [memory[at : at + each.nbytes].view(each.dtype) for at, each in pieces]
+
+        for view, each in zip(views(packed), tensors.values(), strict=True):
+            view.copy_(each)
+        moved = views(packed.to(device, non_blocking=True))
+        return ForwardBatch(**dict(zip(tensors, moved, strict=True)), num_decode=self.num_decode)
 
 
 def build_batch(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pd_cluster.draw import Draw, Drawn
+from pd_cluster.model.device_sampling import sample_on_device
 from pd_cluster.model.sampling import sample
-from pd_cluster.types import IntArray, TokenLogprobs
+from pd_cluster.types import IntArray, SamplingParams, TokenLogprobs
 
 
 @torch.inference_mode()
@@ -24,22 +25,28 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     Logprobs are those of the model's own distribution, before anything here changes it (as vLLM's
     and OpenAI's).
     """
+    if logits.is_cuda and not any(_changes(each) or each.params.logprobs >= 0 for each in draws):
+        return [Drawn(token) for token in sample_on_device(logits, *_keys(draws))]
     raw = logits = logits.cpu()
     changed = [row for row, draw in enumerate(draws) if _changes(draw)]
     if changed:
         logits = logits.clone()
         for row in changed:
             _adjust(logits[row], draws[row])
-    tokens = sample(
-        logits,
-        [draw.params for draw in draws],
-        [draw.sequence for draw in draws],
-        [len(draw.tokens) for draw in draws],
-    )
+    tokens = sample(logits, *_keys(draws))
     return [
         Drawn(token, _logprobs(raw[row], token, draw.params.logprobs))
         for row, (token, draw) in enumerate(zip(tokens, draws, strict=True))
     ]
+
+
+def _keys(draws: Sequence[Draw]) -> tuple[list[SamplingParams], list[int], list[int]]:
+    """What each draw's random number belongs to."""
+    return (
+        [draw.params for draw in draws],
+        [draw.sequence for draw in draws],
+        [len(draw.tokens) for draw in draws],
+    )
 
 
 def _changes(draw: Draw) -> bool:

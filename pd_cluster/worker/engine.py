@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.config import Config
 from pd_cluster.draw import Drawn
-from pd_cluster.model.batch import Chunk, build_batch
+from pd_cluster.errors import StartError
+from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
 from pd_cluster.model.choose import choose
+from pd_cluster.model.decode_graphs import DecodeGraphs, bucket_sizes
 from pd_cluster.model.decoder import Decoder
 from pd_cluster.worker.instructions import Batch, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Engine:
-    """A decoder and its paged KV memory. Used by one thread."""
+def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """What to compute on; of GPUs the first that this process may see.
 
-    def __init__(self, decoder: Decoder, layout: Layout) -> None:
+    Raises StartError where there is no GPU and one is wanted.
+    """
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise StartError(
+            "device is cuda, but torch finds no GPU: check the driver, a CUDA build of torch, "
+            "and that Ray gives the worker a GPU (resources: num_gpus)"
+        )
+    return torch.device("cuda", 0) if there and wanted != "cpu" else torch.device("cpu")
+
+
+class Engine:
+    """A decoder and its paged KV memory, on one device. Used by one thread.
+
+    On a GPU, decode steps of up to `max_running` sequences are CUDA graphs after `warm_up`.
+    """
+
+    def __init__(self, decoder: Decoder, layout: Layout, max_running: int = 1) -> None:
         self.decoder = decoder
         self.layout = layout
+        self.max_running = max_running
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(cls, folder: Path, config: Config) -> Engine:
         """Raises ModelError where the folder holds no model that can be served."""
         dtype = DTYPES[config.dtype]
-        decoder = Decoder.load(folder, dtype)
+        device = find_device(config.device)
+        decoder = Decoder.load(folder, dtype, device)
         model = decoder.config
         layout = make_layout(
             config.layout,
@@ -39,20 +63,34 @@ class Engine:
             model.num_kv_heads,
             model.head_dim,
             dtype,
-            "cpu",
+            device,
         )
-        return cls(decoder, layout)
+        return cls(decoder, layout, config.max_running_requests)
 
     def run(self, batch: Batch) -> list[Drawn]:
-        """Computes every row; a token for each row that asked, decode rows first."""
+        """Computes every row; a token for each row that asked, decode rows first.
+
+        All that was computed is in the device's memory then: pages may be published and sent.
+        """
         for source, target in batch.copies:
             self.layout.copy_pages(np.array([source], np.int32), np.array([target], np.int32))
         chunks = [_chunk(row) for row in batch.rows]
         decodes = len(batch.decode)
         forward = build_batch(chunks[:decodes], chunks[decodes:], self.layout.page_size)
-        logits = self.decoder.forward(forward, self.layout)
+        logits = self._forward(forward)
         draws = [row.draw for row in batch.rows if row.draw is not None]
-        return choose(logits, draws) if draws else []
+        if draws:
+            return choose(logits, draws)  # which waits for the device
+        if self.layout.device.type == "cuda":
+            torch.cuda.current_stream(self.layout.device).synchronize()
+        return []
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.run(batch)
+        if self.layout.device.type != "cpu":
+            batch = batch.to(self.layout.device)
+        return self.decoder.forward(batch, self.layout)
 
     def warm_up(self) -> None:
         """One step of each kind, so that the first request pays for no lazy initialisation.
@@ -64,8 +102,21 @@ class Engine:
         prefill = Chunk(np.zeros(tokens, np.int64), 0, pages)
         decode = Chunk(np.zeros(1, np.int64), tokens, pages)
         size = self.layout.page_size
-        self.decoder.forward(build_batch([], [prefill], size), self.layout)
-        self.decoder.forward(build_batch([decode], [], size), self.layout)
+        self._forward(build_batch([], [prefill], size))
+        self._forward(build_batch([decode], [], size))
+        if self.layout.device.type == "cuda":
+            self._graphs = self._capture()
+
+    def _capture(self) -> DecodeGraphs:
+        pages = -(-self.decoder.config.max_positions // self.layout.page_size)
+        # Sequences share pages, so together they may name more than the pool has.
+        most_pages = self.max_running * min(pages, self.layout.num_pages)
+        return DecodeGraphs(
+            lambda batch: self.decoder.forward(batch, self.layout),
+            bucket_sizes(self.max_running),
+            most_pages,
+            self.layout.device,
+        )
 
     def signature(self, model_id: str) -> dict[str, str]:
         """What workers must agree on to exchange pages."""

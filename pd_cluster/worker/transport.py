@@ -97,9 +97,11 @@ class Transport:
         self.agent = agent
         self.layout = layout
         self.verify = verify
-        self.registered = agent.register_memory([(*layout.region(), "")], "DRAM")
+        self.registered = agent.register_memory([(*layout.region(), "")], layout.mem_type)
         self.metadata = agent.get_agent_metadata()
-        self._local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", layout.descriptors(), "DRAM")
+        self._local = agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT", layout.descriptors(), layout.mem_type
+        )
         self._max_pages = max(1, max_inflight_bytes // layout.page_bytes)
         self._peers: dict[str, _Peer] = {}
         self.seconds = Histogram(WORK_BUCKETS)  # of transfers that succeeded
@@ -122,7 +124,9 @@ class Transport:
             return
         self.agent.add_remote_agent(instruction.agent)
         region: Region = instruction.region
-        remote = self.agent.prep_xfer_dlist(name, self.layout.descriptors(region), "DRAM")
+        remote = self.agent.prep_xfer_dlist(
+            name, self.layout.descriptors(region), self.layout.mem_type
+        )
         num_pages = region[1] // self.layout.page_bytes
         self._peers[name] = _Peer(remote, num_pages, TransferQueue(self._max_pages))
 
