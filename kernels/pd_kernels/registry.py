@@ -76,6 +76,10 @@ class Op(Generic[F]):
         self.on(device_type)
         return self._names[device_type]
 
+    def has(self, backend: str) -> bool:
+        """Whether there is an implementation by this backend, be it available here or not."""
+        return backend == REFERENCE or backend in self._loaders
+
     def load(self, backend: str) -> F:
         """The implementation of one backend. Raises `BackendUnavailable`."""
         if backend == REFERENCE:

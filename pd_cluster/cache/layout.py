@@ -9,14 +9,16 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pd_cluster.cache.page_pool import Pages
-from pd_cluster.types import Region
+
+if TYPE_CHECKING:
+    from pd_cluster.types import Region
 
 Descriptors: TypeAlias = NDArray[np.uint64]
 Rows: TypeAlias = NDArray[np.int64]

@@ -12,7 +12,7 @@ from torch import Tensor
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.frequencies import scaled_frequencies
-from pd_cluster.model.weights import LayerWeights, Weights
+from pd_cluster.model.weights import LayerWeights, ModelWeights, Weights
 from pd_kernels import (
     PackedLinear,
     decode_attention,
@@ -90,7 +90,7 @@ class Decoder:
     In float32 its greedy tokens are those of transformers' class of that name.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self._embedding = weights.embedding()
         self._layers = [_Layer.pack(weights.layer(index)) for index in range(config.num_layers)]

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pd_cluster.errors import ModelError
@@ -40,6 +39,18 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+
+class ModelWeights(Protocol):
+    """The tensors of a model, each read when it is asked for."""
+
+    def embedding(self) -> Tensor: ...
+
+    def layer(self, index: int) -> LayerWeights: ...
+
+    def norm(self) -> Tensor: ...
+
+    def head(self) -> Tensor: ...
 
 
 class Weights:
@@ -193,6 +204,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _open(path: Path, device: str) -> Any:
+    # Imported here: weights from elsewhere need no safetensors.
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(path, framework="pt", device=device)
     except (OSError, SafetensorError) as error:
