@@ -31,6 +31,8 @@ PAGE_BYTES = 2 * 30 * 3 * 64 * 4  # K and V of 30 layers, 3 heads of 64, float32
 STAGES = ("tokenize", "queue", "reserve", "prefill", "transfer", "decode")
 # A third of what is asked for fits, admission does not care, and few may wait.
 SETTINGS = {
+    # Every request by route remote: what is counted is known beforehand.
+    "placement": "least_loaded",
     "max_total_tokens": POOL,
     "schedule_conservativeness": 0.05,
     "max_running_requests": 8,
