@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pd_kernels import native
+from pd_kernels import flashinfer_kernels, native
 from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
@@ -89,12 +89,22 @@ def _check(x: Tensor, weight: Tensor, width: int) -> None:
 
 
 RMS_NORM: Op[_Norm] = Op(
-    "rms_norm", rms_norm_reference, {"cpu": _compiled, "triton": triton_kernel("rms_norm")}
+    "rms_norm",
+    rms_norm_reference,
+    {
+        "cpu": _compiled,
+        "triton": triton_kernel("rms_norm"),
+        "flashinfer": flashinfer_kernels.rms_norm,
+    },
 )
 FUSED_ADD_RMS_NORM: Op[_FusedNorm] = Op(
     "fused_add_rms_norm",
     fused_add_rms_norm_reference,
-    {"cpu": _compiled_fused_add, "triton": triton_kernel("rms_norm", "fused_add_rms_norm")},
+    {
+        "cpu": _compiled_fused_add,
+        "triton": triton_kernel("rms_norm", "fused_add_rms_norm"),
+        "flashinfer": flashinfer_kernels.fused_add_rms_norm,
+    },
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pd_kernels import native
+from pd_kernels import flashinfer_kernels, native
 from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
@@ -78,7 +78,11 @@ def _compiled() -> _Rope:
     return rope
 
 
-ROPE: Op[_Rope] = Op("rope", rope_reference, {"cpu": _compiled, "triton": triton_kernel("rope")})
+ROPE: Op[_Rope] = Op(
+    "rope",
+    rope_reference,
+    {"cpu": _compiled, "triton": triton_kernel("rope"), "flashinfer": flashinfer_kernels.rope},
+)
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pd_kernels import native
+from pd_kernels import flashinfer_kernels, native
 from pd_kernels.packages import triton_kernel
 from pd_kernels.registry import Op
 
@@ -40,7 +40,11 @@ def _compiled() -> _SiluAndMul:
 SILU_AND_MUL: Op[_SiluAndMul] = Op(
     "silu_and_mul",
     silu_and_mul_reference,
-    {"cpu": _compiled, "triton": triton_kernel("silu_and_mul")},
+    {
+        "cpu": _compiled,
+        "triton": triton_kernel("silu_and_mul"),
+        "flashinfer": flashinfer_kernels.silu_and_mul,
+    },
 )
 
 
