@@ -23,7 +23,9 @@ def _kernel(
     BLOCK: tl.constexpr,
 ):
     """A piece of the keys or values of one page and layer, `length` elements without a gap."""
-    index, layer, kv = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
+    index = tl.program_id(0) // blocks
+    # Layer-first, a layer may begin beyond what 32 bits count.
+    layer, kv = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     element = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = element < length
     page = tl.load(pages + index).to(tl.int64)
