@@ -465,7 +465,9 @@ def simulate(
     seconds: Annotated[float, typer.Option(help="Of the trace, from its start.")] = float("inf"),
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 8,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 8,
-    pages: Annotated[int, typer.Option(help="KV pages of each worker.")] = 6250,
+    pages: Annotated[
+        int | None, typer.Option(help="KV pages of each worker; else what its memory has room for.")
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = 512,
     hardware: Annotated[str, typer.Option(help="h200, h100, a100 or a YAML file.")] = "h100",
     model: Annotated[str, typer.Option(help="A known shape or a config.json.")] = "llama-3.1-8b",
@@ -481,6 +483,9 @@ def simulate(
     check: Annotated[bool, typer.Option(help="Exit code 1 if a target is missed.")] = False,
     plan: Annotated[bool, typer.Option(help="Find the smallest cluster for the SLO.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the run, or those of --compare (extra: plot).")
+    ] = None,
 ) -> None:
     """Run the schedulers in virtual time over a trace, at any size."""
     from pd_cluster.simulate.command import Options
@@ -509,6 +514,7 @@ def simulate(
         check=check,
         plan=plan,
         json_file=json_file,
+        plot=plot,
     )
     raise typer.Exit(run(options))
 

@@ -275,6 +275,7 @@ BROUGHT_BY = {
 OPTIONAL = (
     "pd_cluster.cache.storage_*",
     "pd_cluster.observability.dashboards*",
+    "pd_cluster.simulate.plot",
     "pd_kernels.triton_kernels.*",
     "pd_transfer.upstream",
     "pd_transfer.bench_node",

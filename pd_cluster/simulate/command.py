@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from pd_cluster.coordinator.index import BLOCK_TOKENS
 from pd_cluster.coordinator.placement import RouteLimits
+from pd_cluster.coordinator.queue import make_queue_policy
 from pd_cluster.errors import ConfigError
-from pd_cluster.simulate.cluster import ClusterShape
+from pd_cluster.simulate.cluster import ClusterShape, Simulation
 from pd_cluster.simulate.figures import Figures, Slo
 from pd_cluster.simulate.hardware import StepTimes, load_hardware, load_model
+from pd_cluster.simulate.plot import Curves, check_drawable, draw
 from pd_cluster.simulate.runs import Experiment, check, check_routes, compare, plan
 from pd_cluster.simulate.trace import TraceRequest, conversations, read_trace, scale
 
@@ -23,7 +26,9 @@ ROUTES = ("remote", "remote+pull", "local")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command's options, as given. `trace` None: `num_conversations` generated ones."""
+    """The command's options, as given. `trace` None: `num_conversations` generated ones; `pages`
+    None: what the hardware's memory has room for beside the weights.
+    """
 
     trace: Path | None = None
     num_conversations: int = 300
@@ -31,7 +36,7 @@ class Options:
     seconds: float = float("inf")
     prefill: int = 8
     decode: int = 8
-    pages: int = 6250
+    pages: int | None = None
     page_size: int = 512
     hardware: str = "h100"
     model: str = "llama-3.1-8b"
@@ -47,11 +52,21 @@ class Options:
     check: bool = False
     plan: bool = False
     json_file: Path | None = None
+    plot: Path | None = None
 
 
 def simulate(options: Options) -> int:
     """Runs and prints; 1 if a target of `--check` was missed. ConfigError for bad options."""
+    _check(options)
     experiment = _experiment(options)
+    curves: dict[str, Curves] = {}
+    if options.plot is not None:
+        check_drawable(options.plot)
+
+        def watch(placement: str, simulation: Simulation) -> None:
+            curves[placement] = Curves.of(simulation)
+
+        experiment = replace(experiment, watch=watch)
     console = Console()
     code = 0
     if options.check:
@@ -70,27 +85,69 @@ def simulate(options: Options) -> int:
     else:
         found = experiment.run(options.placement)
         _print(console, found)
+    if options.plot is not None:
+        draw(curves, options.plot)
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(found, indent=2) + "\n")
     return code
 
 
-def _experiment(options: Options) -> Experiment:
+def _check(options: Options) -> None:
+    """Raises ConfigError for what contradicts itself or can mean nothing."""
+    tasks = {"--check": options.check, "--plan": options.plan, "--compare": options.compare}
+    given = [name for name, value in tasks.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: each is a task of its own, give one")
+    if options.plot is not None and given not in ([], ["--compare"]):
+        raise ConfigError(f"--plot draws one run, or those of --compare, not {given[0]}")
+    least = {
+        "--prefill": options.prefill,
+        "--decode": options.decode,
+        "--page-size": options.page_size,
+        "--rate": options.rate,
+        "--num-conversations": options.num_conversations,
+        "--chunked-prefill-size": options.chunked_prefill_size,
+        "--max-running-requests": options.max_running_requests,
+    }
+    for name, value in least.items():
+        if value < 1:
+            raise ConfigError(f"{name} {value}: must be at least 1")
+    if options.trace is None and (options.rate > 1 or options.seconds < float("inf")):
+        raise ConfigError("--rate and --seconds are of a --trace, and none is given")
+    if max(options.page_size, BLOCK_TOKENS) % options.page_size:
+        raise ConfigError(
+            f"--page-size {options.page_size}: must divide {BLOCK_TOKENS} or be larger"
+        )
     wanted = options.routes.split(",")
     unknown = set(wanted) - set(ROUTES)
     if unknown or "remote" not in wanted:
         raise ConfigError(f"--routes {options.routes}: 'remote' and any of {', '.join(ROUTES)}")
+    try:
+        make_queue_policy(options.schedule_policy)
+    except ValueError as error:
+        raise ConfigError(f"--schedule-policy: {error}") from error
+
+
+def _experiment(options: Options) -> Experiment:
+    wanted = options.routes.split(",")
+    times = StepTimes(load_hardware(options.hardware), load_model(options.model))
+    pages = times.pages(options.page_size) if options.pages is None else options.pages
+    if pages < 1:
+        raise ConfigError(
+            f"{options.model} leaves no memory for a page of {options.page_size} tokens on"
+            f" {options.hardware}; give --pages for what it has elsewhere"
+        )
     return Experiment(
         trace=_trace(options),
         shape=ClusterShape(
             prefill=options.prefill,
             decode=options.decode,
-            num_pages=options.pages,
+            num_pages=pages,
             page_size=options.page_size,
             max_running=options.max_running_requests,
             chunk_tokens=options.chunked_prefill_size,
         ),
-        times=StepTimes(load_hardware(options.hardware), load_model(options.model)),
+        times=times,
         slo=Slo(options.ttft, options.itl),
         schedule_policy=options.schedule_policy,
         seed=options.seed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from pd_cluster.worker.instructions import Batch, Row
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One worker's accelerator and NIC; FLOP/s, bytes, bytes/s and seconds."""
+    """One worker's accelerator and NIC; FLOP/s, bytes, bytes/s and seconds.
+
+    `memory` less a tenth holds the weights and, where nobody says otherwise, KV pages.
+    """
 
     flops: float
     memory_bandwidth: float
@@ -85,6 +88,8 @@ class StepTimes:
         flops = hardware.flops * hardware.flops_efficiency
         bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         weights = (model.layer_weights + model.head_weights) * model.dtype_bytes
+        embedding = model.head_weights * model.dtype_bytes  # held, but never read as a whole
+        self._free_bytes = 0.9 * hardware.memory - weights - embedding
         self.overhead_s = hardware.step_overhead_s
         self.weights_s = weights / bandwidth
         self.token_s = 2 * model.layer_weights / flops
@@ -92,6 +97,11 @@ class StepTimes:
         # One token that attends to one: scores and values, all layers.
         self.attended_s = 4 * model.layers * model.heads * model.head_dim / flops
         self.kv_token_s = model.kv_bytes_per_token / bandwidth
+
+    def pages(self, page_size: int) -> int:
+        """KV pages of so many tokens that fit beside the weights; 0 if those do not fit."""
+        page_bytes = page_size * self.model.kv_bytes_per_token
+        return max(0, int(self._free_bytes // page_bytes))
 
     def step_s(self, batch: Batch) -> float:
         """One step of the engine."""
@@ -129,10 +139,18 @@ def load_hardware(name: str) -> Hardware:
     unknown = data.keys() - allowed
     if unknown:
         raise ConfigError(f"{name}: unknown keys {sorted(unknown)}; allowed: {sorted(allowed)}")
-    try:
-        return Hardware(**{key: float(value) for key, value in data.items()})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from error
+    missing = {field.name for field in fields(Hardware) if field.default is MISSING} - data.keys()
+    if missing:
+        raise ConfigError(f"{name}: missing keys {sorted(missing)}")
+    values: dict[str, float] = {}
+    for key, value in data.items():
+        try:
+            values[key] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {key} is {value!r}, not a number") from error
+        if values[key] <= 0:
+            raise ConfigError(f"{name}: {key} is {value!r}; must be positive")
+    return Hardware(**values)
 
 
 def load_model(name: str) -> ModelShape:

@@ -34,6 +34,8 @@ class Experiment:
     seed: int = 0
     limits: RouteLimits = RouteLimits(pull=True, local=True)
     timed: Callable[[], float] | None = None
+    # Told of each run at its end, by its placement's name.
+    watch: Callable[[str, Simulation], None] | None = None
 
     def run(self, placement: str) -> Figures:
         if placement not in POLICIES:
@@ -50,6 +52,8 @@ class Experiment:
         )
         simulation = Simulation(self.trace, self.shape, self.times, scheduling, self.timed)
         simulation.run()
+        if self.watch is not None:
+            self.watch(placement, simulation)
         found = figures(simulation, self.slo)
         if self.timed:
             found["coordinator.request_s"] = simulation.placing_s / len(self.trace)

@@ -86,8 +86,7 @@ def _read_azure(path: Path) -> list[TraceRequest]:
     """No content is known: every prompt is its own."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    # Seven digits of a second's fraction are one more than Python reads.
-    times = [datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]) for row in rows]
+    times = [datetime.fromisoformat(row["TIMESTAMP"].strip()) for row in rows]
     return [
         TraceRequest(
             arrival=(time - times[0]).total_seconds(),

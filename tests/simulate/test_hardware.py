@@ -20,6 +20,7 @@ from pd_cluster.simulate.hardware import (
 from pd_cluster.types import AttemptId
 from pd_cluster.worker.instructions import Batch, Row
 
+GIVEN = "memory_bandwidth: 1e11\nmemory: 1e9\nnic_bandwidth: 1e9\n"
 NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -43,6 +44,13 @@ def test_a_decode_step_is_bound_by_memory_and_a_chunk_by_flops() -> None:
     chunk, double = (times.step_s(Batch([], [row(0, n)])) for n in (4096, 8192))
     assert double > 1.9 * chunk
     assert times.step_s(Batch([], [row(8192, 4096)])) > chunk
+
+
+def test_pages_are_what_fits_beside_the_weights() -> None:
+    times = StepTimes(HARDWARE["h100"], MODELS["llama-3.1-8b"])
+    assert times.pages(512) == 833
+    assert times.pages(1) == pytest.approx(512 * 833, rel=0.002)
+    assert times.pages(10**9) == 0
 
 
 def test_priors_are_what_the_steps_take() -> None:
@@ -76,7 +84,9 @@ def test_hardware_and_models_are_read_from_files(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("flops: 1\nspeed: 2\n", "unknown keys \\['speed'\\]"),
-        ("flops: fast\n", "mine.yaml"),
+        ("flops: 1\nmemory: 2\n", "missing keys \\['memory_bandwidth', 'nic_bandwidth'\\]"),
+        (f"{GIVEN}flops: fast\n", "flops is 'fast', not a number"),
+        (f"{GIVEN}flops: 0\n", "flops is 0; must be positive"),
         ("- 1\n", "expected keys and values"),
     ],
 )

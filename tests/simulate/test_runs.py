@@ -196,6 +196,12 @@ def test_the_command_writes_figures_and_its_exit_code_says_whether_targets_were_
         ({"routes": "local"}, "'remote' and any of"),
         ({"hardware": "b300"}, "unknown hardware"),
         ({"trace": Path("missing.jsonl")}, "missing.jsonl"),
+        ({"schedule_policy": "best"}, "--schedule-policy: unknown schedule policy 'best'"),
+        ({"compare": "cost", "plan": True}, "--plan and --compare: .* give one"),
+        ({"decode": 0}, "--decode 0: must be at least 1"),
+        ({"rate": 2}, "are of a --trace"),
+        ({"page_size": 48}, "--page-size 48: must divide 64 or be larger"),
+        ({"page_size": 10**9}, "leaves no memory for a page"),
     ],
 )
 def test_bad_options_are_errors_that_name_them(changes: dict[str, object], message: str) -> None:

@@ -40,6 +40,13 @@ def test_azures_prompts_share_nothing(tmp_path: Path) -> None:
         "2023-11-16 18:15:46.6805900,374,44\n"
         "2023-11-16 18:15:50.9951690,396,109\n"
     )
+    later = tmp_path / "later.csv"
+    later.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00.009930+00:00,2162,5\n"
+        "2024-05-10 00:00:02+00:00,2399,6\n"
+    )
+    assert [each.arrival for each in read_trace(later)] == [0.0, 1.99007]
     first, second = read_trace(path)
     assert second.arrival == pytest.approx(4.314579)
     assert (first.prompt_len, first.max_tokens) == (374, 44)
