@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pd_cluster.config import Config
 from pd_cluster.coordinator.costs import Priors
@@ -152,6 +153,17 @@ class Simulation:
             request.last_token = now
         if output.outcome is not None:
             self._ended(request, output)
+
+    def deliver_each(self, requests: list[str], times: NDArray[np.float64]) -> None:
+        between = np.diff(times).tobytes()
+        first, last = float(times[0]), float(times[-1])
+        for name in requests:
+            request = self.requests[int(name)]
+            assert request.tokens, "the first token is delivered by itself"
+            self.gaps.append(first - request.last_token)
+            self.gaps.frombytes(between)
+            request.tokens += len(times)
+            request.last_token = last
 
     # --- within ---
 

@@ -14,7 +14,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.worker.instructions import Batch, Row
@@ -115,6 +117,13 @@ class StepTimes:
             seconds += attended(batch.prefill) * self.attended_s
         linear = tokens * self.token_s + sampled * self.sampled_s
         return seconds + max(linear, self.weights_s)
+
+    def decode_steps_s(self, sequences: int, held: int, steps: int) -> NDArray[np.float64]:
+        """Successive steps of so many sequences, which hold `held` tokens before the first."""
+        linear = sequences * self.token_s + sequences * self.sampled_s
+        held_at = held + sequences + sequences * np.arange(steps)
+        seconds = self.overhead_s + held_at * self.kv_token_s + max(linear, self.weights_s)
+        return np.asarray(seconds, np.float64)
 
     def prefill_prior(self) -> tuple[float, float, float]:
         """(per step, per token, per token attended): what the cost model begins with."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pd_cluster.cache.events import CacheEvent
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
@@ -14,6 +17,7 @@ from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.draw import Drawn
 from pd_cluster.simulate.clock import Clock
 from pd_cluster.simulate.hardware import StepTimes, attended
+from pd_cluster.simulate.quiet import WORTHWHILE, QuietSteps, count_quiet, take_in
 from pd_cluster.types import Output, Role, WorkerId, WorkerReport
 from pd_cluster.worker.instructions import (
     AbortTransfer,
@@ -42,6 +46,9 @@ class Network(Protocol):
 
     def find(self, worker: WorkerId) -> SimulatedWorker: ...
     def deliver(self, output: Output) -> None: ...
+    def deliver_each(self, requests: list[str], times: NDArray[np.float64]) -> None:
+        """A token for each request at each of the times."""
+
     def kv_events(self, update: KvUpdate) -> bool: ...
     def answer_token(self, request: str) -> int: ...
 
@@ -94,9 +101,11 @@ class SimulatedWorker:
         self._next_event = 0
         self._events: list[CacheEvent] = []
         self._last_prefill: tuple[Batch, float] | None = None
-        self._last_decode: tuple[Batch, float] | None = None
+        self._last_decode: DecodeMeasured | None = None
+        self._quiet: QuietSteps | None = None  # being computed
 
     def handle(self, event: Event) -> None:
+        self._end_quiet()
         self._obey(self.scheduler.handle(event, self._clock.now))
         self._compute()
 
@@ -122,10 +131,13 @@ class SimulatedWorker:
             if not batch.decode:
                 tokens = sum(len(row.tokens) for row in batch.prefill)
                 measured.append(PrefillMeasured(tokens, attended(batch.prefill), seconds))
+        quiet = self._quiet
+        if quiet is not None:
+            step = min(quiet.ended(self._clock.now), len(quiet) - 1)
+            if step > quiet.told:
+                self._last_decode, quiet.told = quiet.measured(step), step
         if self._last_decode is not None:
-            batch, seconds = self._last_decode
-            held = sum(row.end for row in batch.decode)
-            measured.append(DecodeMeasured(len(batch.decode), held, seconds))
+            measured.append(self._last_decode)
         self._last_prefill = self._last_decode = None
         return measured
 
@@ -136,19 +148,71 @@ class SimulatedWorker:
         if self._computing:
             return
         batch, instructions = self.scheduler.plan(self._clock.now)
-        if instructions:
-            self._obey(instructions)
+        self._obey(instructions)  # also where there are none: pages may have been evicted
         if batch is None:
             return
         self._computing = True
-        self.steps += 1
+        steps = count_quiet(self.scheduler, batch)
+        if steps >= WORTHWHILE:
+            self._begin_quiet(batch, steps)
+            return
         seconds = self.times.step_s(batch)
-        self.busy_s += seconds
         if batch.prefill:
             self._last_prefill = batch, seconds
         else:
-            self._last_decode = batch, seconds
-        self._clock.after(seconds, self._finisher(batch))
+            held = sum(row.end for row in batch.decode)
+            self._last_decode = DecodeMeasured(len(batch.decode), held, seconds)
+        self._begin(batch, seconds, self._clock.now + seconds)
+
+    def _begin(self, batch: Batch, seconds: float, end: float) -> None:
+        self.steps += 1
+        self.busy_s += seconds
+        self._clock.at(end, self._finisher(batch))
+
+    def _begin_quiet(self, batch: Batch, steps: int) -> None:
+        """Nothing changes here before all of them are over, unless the worker is told something."""
+        now, held = self._clock.now, sum(row.start for row in batch.decode)
+        seconds = self.times.decode_steps_s(len(batch.decode), held, steps)
+        ends = np.cumsum(np.concatenate(([now], seconds)))[1:]
+        sequences = [self.scheduler.decode.sequences[row.attempt] for row in batch.decode]
+        quiet = self._quiet = QuietSteps(sequences, now, ends, seconds, held)
+        self._last_decode = None
+
+        def finish() -> None:
+            if self._quiet is quiet:
+                self._end_quiet()
+                self._compute()
+
+        self._clock.at(float(ends[-1]), finish)
+
+    def _end_quiet(self) -> None:
+        """Takes in the steps that are over; the one that is not ends as the scheduler says."""
+        quiet = self._quiet
+        if quiet is None:
+            return
+        self._quiet = None
+        done = quiet.ended(self._clock.now)
+        if done:
+            self._take_in(quiet, done)
+        last = min(done, len(quiet) - 1)
+        if last > quiet.told:
+            self._last_decode = quiet.measured(last)
+        if done == len(quiet):
+            self._computing = False
+            return
+        batch, instructions = self.scheduler.plan(quiet.began(done))
+        assert batch is not None
+        assert not instructions, "a step was not as quiet as it was taken for"
+        self._begin(batch, float(quiet.seconds[done]), float(quiet.ends[done]))
+
+    def _take_in(self, quiet: QuietSteps, steps: int) -> None:
+        requests = [seq.attempt.request for seq in quiet.sequences]
+        tokens = [self._network.answer_token(request) for request in requests]
+        take_in(self.scheduler, quiet.sequences, tokens, steps)
+        self._network.deliver_each(requests, quiet.ends[:steps])
+        self.steps += steps
+        # One after another, as floats add up differently otherwise.
+        self.busy_s = float(np.cumsum(np.concatenate(([self.busy_s], quiet.seconds[:steps])))[-1])
 
     def _finisher(self, batch: Batch) -> Callable[[], None]:
         def finish() -> None:

@@ -90,8 +90,10 @@ class Sequence(Tracked[SequenceState]):
         self.outputs += 1
         return self.outputs - 1
 
-    def append(self, token: int) -> None:
-        if self.length == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty(self.length, np.int32)])
-        self._tokens[self.length] = token
-        self.length += 1
+    def append(self, token: int, count: int = 1) -> None:
+        """Takes a token in, `count` times."""
+        end = self.length + count
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(end, np.int32)])
+        self._tokens[self.length : end] = token
+        self.length = end
