@@ -25,6 +25,7 @@ class BenchName(StrEnum):
     IDLE = "idle"
     PLACEMENT = "placement"
     ROUTES = "routes"
+    SIMULATION = "simulation"
 
 
 def run(name: BenchName, url: str | None = None) -> dict[str, float]:
@@ -61,6 +62,10 @@ def run(name: BenchName, url: str | None = None) -> dict[str, float]:
             from pd_cluster.bench import routes
 
             return routes.run()
+        case BenchName.SIMULATION:
+            from pd_cluster.bench import simulation
+
+            return simulation.run()
         case BenchName.TRANSFER:
             from pd_transfer import bench as transfer
 
@@ -154,6 +159,10 @@ def _conclusions(name: BenchName, figures: dict[str, float]) -> list[str]:
         from pd_cluster.bench import tiers
 
         return tiers.conclusions(figures)
+    if name is BenchName.SIMULATION:
+        from pd_cluster.bench import simulation
+
+        return simulation.conclusions(figures)
     return []
 
 

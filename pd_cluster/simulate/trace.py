@@ -20,8 +20,8 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.types import IntArray
 
 MOONCAKE_BLOCK = 512
-# Answers' token ids begin here; those of prompts lie below.
-_ANSWERS = 1 << 30
+# Answers' token ids begin here, in the order of requests; those of prompts lie below.
+ANSWERS = 1 << 30
 
 # (token id, how often): a prompt as runs.
 Runs = tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ def _read_mooncake(path: Path) -> list[TraceRequest]:
                 arrival=record["timestamp"] / 1000,
                 prompt=tuple(runs),
                 max_tokens=max(1, int(record["output_length"])),
-                answer_token=_ANSWERS + number,
+                answer_token=ANSWERS + number,
             )
         )
     return requests
@@ -92,7 +92,7 @@ def _read_azure(path: Path) -> list[TraceRequest]:
             arrival=(time - times[0]).total_seconds(),
             prompt=((number, max(1, int(row["ContextTokens"]))),),
             max_tokens=max(1, int(row["GeneratedTokens"])),
-            answer_token=_ANSWERS + number,
+            answer_token=ANSWERS + number,
         )
         for number, (time, row) in enumerate(zip(times, rows, strict=True))
     ]
@@ -106,7 +106,7 @@ def scale(requests: list[TraceRequest], rate: int, seconds: float) -> list[Trace
     """
     head = [request for request in requests if request.arrival < seconds]
     ids = 1 + max(token for request in head for token, _ in request.prompt)
-    if ids * rate >= _ANSWERS:
+    if ids * rate >= ANSWERS:
         raise ConfigError(f"{rate} copies of {ids} blocks are too many")
     rng = random.Random(0)
     copies = [
@@ -119,16 +119,25 @@ def scale(requests: list[TraceRequest], rate: int, seconds: float) -> list[Trace
         for copy in range(rate)
     ]
     copies.sort(key=lambda request: request.arrival)
-    return [replace(each, answer_token=_ANSWERS + n) for n, each in enumerate(copies)]
+    return [replace(each, answer_token=ANSWERS + n) for n, each in enumerate(copies)]
 
 
 def conversations(
-    count: int, seed: int, *, rate: float = 1.0, pause_s: float = 10.0
+    count: int,
+    seed: int,
+    *,
+    rate: float = 1.0,
+    pause_s: float = 10.0,
+    turns: tuple[int, int] = (3, 10),
+    system: int = 1000,
+    message: tuple[int, int] = (50, 2000),
+    answers: tuple[int, int] = (50, 800),
 ) -> list[TraceRequest]:
-    """`count` conversations of 3 to 10 turns that begin `rate` a second.
+    """`count` conversations that begin `rate` a second.
 
-    Every prompt contains all earlier turns and their answers (50 to 800 tokens), after a system
-    prompt that all share; pauses between an answer and the next turn are exponential.
+    Every prompt contains all earlier turns and their answers, after `system` tokens that all share;
+    pauses between an answer and the next turn are exponential. `turns`, and the lengths in tokens
+    of messages and answers, are the least and the most.
     """
     rng = random.Random(seed)
     requests: list[TraceRequest] = []
@@ -136,22 +145,22 @@ def conversations(
     start = 0.0
     for _ in range(count):
         start += rng.expovariate(rate)
-        prompt: list[tuple[int, int]] = [(0, 1000)]
-        for turn in range(rng.randint(3, 10)):
-            prompt.append((fresh, rng.randint(50, 2000)))
+        prompt: list[tuple[int, int]] = [(0, system)]
+        for turn in range(rng.randint(*turns)):
+            prompt.append((fresh, rng.randint(*message)))
             fresh += 1
             number = len(requests)
-            answer = rng.randint(50, 800)
+            answer = rng.randint(*answers)
             requests.append(
                 TraceRequest(
                     arrival=rng.expovariate(1 / pause_s) if turn else start,
                     prompt=tuple(prompt),
                     max_tokens=answer,
-                    answer_token=_ANSWERS + number,
+                    answer_token=ANSWERS + number,
                     after=number - 1 if turn else None,
                 )
             )
-            prompt.append((_ANSWERS + number, answer))
+            prompt.append((ANSWERS + number, answer))
     return requests
 
 
