@@ -234,7 +234,8 @@ def test_peers_stopped_amid_transfers(later: Callable[[Any], Any], count: int) -
         try:
             peer.deregister()
         except RuntimeError as error:
-            assert "still use this memory" in str(error)
+            if "still use this memory" not in str(error):
+                raise
             return False
         return True
 
