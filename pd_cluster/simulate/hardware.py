@@ -1,6 +1,7 @@
 """How long a step and a transfer take on some hardware: rooflines, in seconds.
 
-    step      overhead + max(linear FLOPs / F, weights / B) + attention FLOPs / F + KV / B
+    step      overhead + max(c, m) + (1 - overlap) min(c, m) + attention FLOPs / F + KV / B
+              c = linear FLOPs / F, m = weights / B
     transfer  latency + bytes / NIC, one after another on each NIC it goes through
 
 FLOPs and bytes; F and B are what is reached of the peaks (`flops_efficiency`, `memory_efficiency`).
@@ -26,7 +27,9 @@ from pd_cluster.worker.instructions import Batch, Row
 class Hardware:
     """One worker's accelerator and NIC; FLOP/s, bytes, bytes/s and seconds.
 
-    `memory` less a tenth holds the weights and, where nobody says otherwise, KV pages.
+    `memory` less a tenth holds the weights and, where nobody says otherwise, KV pages. `overlap` is
+    the part of computing and of reading weights that goes on while the other does: 1 on a GPU, 0
+    on a core that does either.
     """
 
     flops: float
@@ -37,6 +40,7 @@ class Hardware:
     flops_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     step_overhead_s: float = 1e-3
+    overlap: float = 1.0
 
 
 HARDWARE = {
@@ -115,23 +119,28 @@ class StepTimes:
             tokens += sum(len(row.tokens) for row in batch.prefill)
             sampled += sum(row.draw is not None for row in batch.prefill)
             seconds += attended(batch.prefill) * self.attended_s
-        linear = tokens * self.token_s + sampled * self.sampled_s
-        return seconds + max(linear, self.weights_s)
+        return seconds + self._linear_s(tokens, sampled)
 
     def decode_steps_s(self, sequences: int, held: int, steps: int) -> NDArray[np.float64]:
         """Successive steps of so many sequences, which hold `held` tokens before the first."""
-        linear = sequences * self.token_s + sequences * self.sampled_s
         held_at = held + sequences + sequences * np.arange(steps)
-        seconds = self.overhead_s + held_at * self.kv_token_s + max(linear, self.weights_s)
-        return np.asarray(seconds, np.float64)
+        seconds = self.overhead_s + held_at * self.kv_token_s
+        return np.asarray(seconds + self._linear_s(sequences, sequences), np.float64)
+
+    def _linear_s(self, tokens: int, sampled: int) -> float:
+        compute = tokens * self.token_s + sampled * self.sampled_s
+        apart = 1 - self.hardware.overlap
+        return max(compute, self.weights_s) + apart * min(compute, self.weights_s)
 
     def prefill_prior(self) -> tuple[float, float, float]:
         """(per step, per token, per token attended): what the cost model begins with."""
-        return self.overhead_s + self.sampled_s, self.token_s, self.attended_s
+        weights = (1 - self.hardware.overlap) * self.weights_s
+        return self.overhead_s + weights + self.sampled_s, self.token_s, self.attended_s
 
     def decode_prior(self) -> tuple[float, float, float]:
         """(per step, per sequence, per token of KV)."""
-        return self.overhead_s + self.weights_s, 1e-6, self.kv_token_s
+        each = (1 - self.hardware.overlap) * (self.token_s + self.sampled_s)
+        return self.overhead_s + self.weights_s, max(1e-6, each), self.kv_token_s
 
 
 def attended(rows: Iterable[Row]) -> float:
@@ -157,8 +166,10 @@ def load_hardware(name: str) -> Hardware:
             values[key] = float(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name}: {key} is {value!r}, not a number") from error
-        if values[key] <= 0:
+        if values[key] <= 0 and key != "overlap":
             raise ConfigError(f"{name}: {key} is {value!r}; must be positive")
+    if not 0 <= values.get("overlap", 1.0) <= 1:
+        raise ConfigError(f"{name}: overlap is {values['overlap']:g}; from 0 to 1")
     return Hardware(**values)
 
 

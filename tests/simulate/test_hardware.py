@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,23 @@ def test_a_decode_step_is_bound_by_memory_and_a_chunk_by_flops() -> None:
     assert times.step_s(Batch([], [row(8192, 4096)])) > chunk
 
 
+def test_without_overlap_a_step_computes_after_it_has_read_the_weights() -> None:
+    model = MODELS["smollm2-135m"]
+    hardware = Hardware(1e11, 7e9, 1e10, 7e9, flops_efficiency=1.0, memory_efficiency=1.0)
+    apart = StepTimes(replace(hardware, overlap=0.0), model)
+    batch = Batch([row(0, 1)] * 8, [])
+    compute = 8 * (apart.token_s + apart.sampled_s)
+    assert apart.step_s(batch) == pytest.approx(
+        apart.overhead_s + apart.weights_s + compute + 8 * apart.kv_token_s
+    )
+    assert StepTimes(hardware, model).step_s(batch) == pytest.approx(
+        apart.step_s(batch) - min(compute, apart.weights_s)
+    )
+    assert apart.decode_steps_s(8, 0, 2)[0] == apart.step_s(batch)
+    a, b, c = apart.decode_prior()
+    assert a + 8 * b + c * 8 == pytest.approx(apart.step_s(batch))
+
+
 def test_pages_are_what_fits_beside_the_weights() -> None:
     times = StepTimes(HARDWARE["h100"], MODELS["llama-3.1-8b"])
     assert times.pages(512) == 833
@@ -87,6 +105,7 @@ def test_hardware_and_models_are_read_from_files(tmp_path: Path) -> None:
         ("flops: 1\nmemory: 2\n", "missing keys \\['memory_bandwidth', 'nic_bandwidth'\\]"),
         (f"{GIVEN}flops: fast\n", "flops is 'fast', not a number"),
         (f"{GIVEN}flops: 0\n", "flops is 0; must be positive"),
+        (f"{GIVEN}flops: 1\noverlap: 2\n", "overlap is 2; from 0 to 1"),
         ("- 1\n", "expected keys and values"),
     ],
 )
