@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pd_cluster import operations, registry, scale_client
+from pd_cluster import __version__, operations, registry, scale_client
 from pd_cluster.bench import runner
 from pd_cluster.bench.runner import BenchName
 from pd_cluster.config import Config, load_config
@@ -29,6 +29,22 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Fetch and look at models.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pd-cluster {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
 
 console = Console(stderr=True, highlight=False)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+import pd_cluster
 from pd_cluster import registry
 from tests.cli.conftest import Run
 
@@ -217,3 +218,8 @@ def test_a_broken_server_gives_no_traceback(run: Run, monkeypatch: pytest.Monkey
     outcome = run("status", "--cluster-name", "mine")
     assert outcome.code == 2
     assert "http://127.0.0.1:9 does not answer as pd-cluster does" in outcome.error
+
+
+def test_the_version_is_the_packages(run: Run) -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out) == (0, f"pd-cluster {pd_cluster.__version__}\n")
