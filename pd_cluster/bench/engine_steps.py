@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from pd_cluster.config import Config
 from pd_cluster.draw import Draw
 from pd_cluster.types import AttemptId, SamplingParams
 from pd_cluster.worker.instructions import Batch, Row
+
+if TYPE_CHECKING:  # which brings torch
+    from pd_cluster.worker.engine import Engine
 
 # (tokens, cached before them) of prefill steps; (sequences, tokens of each) of decode steps.
 PREFILLS = ((32, 0), (128, 0), (256, 0), (512, 0), (32, 512), (128, 512), (256, 512))
@@ -34,21 +38,52 @@ def batches(page_size: int) -> list[Batch]:
 
 
 def measure(config: Config) -> list[tuple[Batch, float]]:
-    """Each step and its median time in seconds, with the engine that workers of `config` have."""
+    """Each step and its median time in seconds, with the engine that workers of `config` have.
+
+    Prefill steps are measured while another such process decodes, which a decode worker does nearly
+    always: two cores that share one's units, or its bandwidth, are then slower. Decode steps are
+    measured alone.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_measure, args=(theirs, config.model_dump_json()), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        seconds: list[float] = ours.recv()
-    finally:
-        process.join()
-    return list(zip(batches(config.page_size), seconds, strict=True))
+    with _Process(config) as measured, _Process(config) as beside:
+        decodes = measured.ask("decode")
+        beside.begin("busy")
+        prefills = measured.ask("prefill")
+        beside.begin("idle")
+    return list(zip(batches(config.page_size), prefills + decodes, strict=True))
 
 
-def _measure(pipe: Connection, config_json: str) -> None:
+class _Process:
+    """An engine in a process of its own, ready when entered."""
+
+    def __init__(self, config: Config) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(self._theirs, config.model_dump_json()), daemon=True
+        )
+
+    def __enter__(self) -> _Process:
+        self._process.start()
+        self._theirs.close()
+        self._pipe.recv()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def begin(self, task: str) -> None:
+        self._pipe.send(task)
+
+    def ask(self, task: str) -> list[float]:
+        self.begin(task)
+        seconds: list[float] = self._pipe.recv()
+        return seconds
+
+
+def _serve(pipe: Connection, config_json: str) -> None:
+    """Measures its `prefill` or `decode` steps, or is `busy` until it is told something else."""
     import torch
 
     from pd_cluster.model.store import resolve_model
@@ -58,15 +93,30 @@ def _measure(pipe: Connection, config_json: str) -> None:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     engine = Engine.load(resolve_model(config.model), config)
     engine.warm_up()
-    seconds = []
-    for batch in batches(config.page_size):
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            engine.run(batch)
-            times.append(time.perf_counter() - start)
-        seconds.append(statistics.median(times))
-    pipe.send(seconds)
+    steps = batches(config.page_size)
+    prefills = [batch for batch in steps if batch.prefill]
+    decodes = [batch for batch in steps if batch.decode]
+    engine.run(prefills[0])  # what the others attend to
+    pipe.send("ready")
+    try:
+        while True:
+            task = pipe.recv()
+            while task == "busy" and not pipe.poll():
+                engine.run(decodes[2])
+            if task in ("prefill", "decode"):
+                wanted = prefills if task == "prefill" else decodes
+                pipe.send([_median_s(engine, batch) for batch in wanted])
+    except EOFError:
+        pass
+
+
+def _median_s(engine: Engine, batch: Batch) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        engine.run(batch)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _row(start: int, tokens: int, index: int, page_size: int) -> Row:
