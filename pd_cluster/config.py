@@ -107,7 +107,7 @@ class Config(_Section):
     served_model_name: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="what workers compute on; auto: a GPU where they find one"
+        "auto", description="what workers compute on; auto: the CPU for now, cuda is refused"
     )
     context_length: int | None = Field(None, ge=2, description="tokens; the model's own by default")
 
@@ -216,6 +216,16 @@ class Config(_Section):
     resources: ResourcesConfig = ResourcesConfig()
     transfer: TransferConfig = TransferConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+
+    @field_validator("device")
+    @classmethod
+    def _memory_that_can_move(cls, value: str) -> str:
+        if value == "cuda":
+            raise ValueError(
+                "pd_transfer cannot move a GPU's memory yet, so no worker can run on one;"
+                " allowed: auto, cpu (scripts/gpu_check tries the GPU's part alone)"
+            )
+        return value
 
     @field_validator("chat_template")
     @classmethod

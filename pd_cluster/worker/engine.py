@@ -25,15 +25,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """What to compute on; of GPUs the first that this process may see.
 
-    Raises StartError where there is no GPU and one is wanted.
+    "auto" is the CPU until the transfer library can move a GPU's memory. Raises StartError where
+    there is no GPU and one is wanted.
     """
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    if wanted != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise StartError(
             "device is cuda, but torch finds no GPU: check the driver, a CUDA build of torch, "
             "and that Ray gives the worker a GPU (resources: num_gpus)"
         )
-    return torch.device("cuda", 0) if there and wanted != "cpu" else torch.device("cpu")
+    return torch.device("cuda", 0)
 
 
 class Engine:

@@ -48,6 +48,7 @@ def test_config_file(run: Run, tmp_path: Path, text: str, wanted: list[str]) -> 
         (["--set", "=1"], ["--set =1", "key=value"]),
         (["--set", "port.x=1"], ["--set port.x=1", "port is not a section"]),
         (["--set", "model=["], ["--set model=[", "not YAML"]),
+        (["--set", "device=cuda"], ["'device'", "cannot move a GPU's memory", "auto, cpu"]),
         (["--dtype", "int8"], ["'dtype'", "float32", "bfloat16"]),
         (["--schedule-policy", "best"], ["'schedule_policy'", "fcfs", "dfs-weight"]),
         (["--retraction-policy", "youngest"], ["'retraction_policy'", "length", "priority"]),
