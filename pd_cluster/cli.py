@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -386,7 +387,9 @@ def drain(
 ) -> None:
     """Remove one worker: it gets no new work, finishes what it has, and goes."""
     name = worker.partition("@")[0]
-    _scale(f"/admin/workers/{name}/drain", None, cluster_name, admin_key, wait)
+    if not name:
+        raise ConfigError("drain: no worker is named; `status` shows their names")
+    _scale(f"/admin/workers/{quote(name, safe='')}/drain", None, cluster_name, admin_key, wait)
 
 
 def _scale(
@@ -532,6 +535,8 @@ def simulate(
         json_file=json_file,
         plot=plot,
     )
+    if json_file is not None:
+        runner.check_writable(json_file)
     raise typer.Exit(run(options))
 
 

@@ -38,7 +38,6 @@ from pd_cluster.scaling import (
     StopServing,
 )
 from pd_cluster.worker.actor import WORKER_GROUPS, WorkerActor
-from pd_cluster.worker.transfer_agent import require_backend
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +178,6 @@ class Cluster:
             secret=secrets.token_bytes(32),
             local=local,
         )
-        if local:
-            require_backend(config.transfer.backend)
         cluster = cls(config, spec, objection)
         try:
             cluster._start(progress)

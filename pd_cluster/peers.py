@@ -46,25 +46,29 @@ class Peers:
 
     def __init__(self, cluster_name: str) -> None:
         self._cluster_name = cluster_name
-        self._handles: dict[str, Any] = {}
-        self._watched: dict[str, Any] = {}
+        # By name and life: a worker that was removed may come back by the same name, as another
+        # actor.
+        self._handles: dict[tuple[str, str], Any] = {}
+        self._watched: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
 
-    def handle(self, name: str) -> Any:
-        """Raises ValueError where there is no such actor."""
+    def handle(self, name: str, life: str = "") -> Any:
+        """`life` is a worker's incarnation. Raises ValueError where there is no such actor."""
+        key = name, life
         with self._lock:
-            if name not in self._handles:
-                self._handles[name] = ray.get_actor(
+            if key not in self._handles:
+                self._handles[key] = ray.get_actor(
                     actor_name(self._cluster_name, name), namespace=NAMESPACE
                 )
-            return self._handles[name]
+            return self._handles[key]
 
     def post(self, worker: WorkerId, message: Message, on_lost: Callable[[], None]) -> None:
         """Sends a message to one life of a worker. `on_lost` is called if that life is over."""
+        name, life = worker.name, worker.incarnation
         try:
-            ref = self.handle(worker.name).post.remote(worker.incarnation, encode(message))
+            ref = self.handle(name, life).post.remote(life, encode(message))
         except (ValueError, RayError):
-            self.forget(worker.name)
+            self.forget(name, life)
             on_lost()
             return
 
@@ -72,7 +76,7 @@ class Peers:
             try:
                 accepted = future.result()
             except RayError:
-                self.forget(worker.name)
+                self.forget(name, life)
                 accepted = False
             if not accepted:
                 on_lost()
@@ -83,15 +87,14 @@ class Peers:
         """Calls `on_lost` once when that life of the worker ends; watching twice is watching
         once.
         """
-        self._watch(str(worker), worker.name, (worker.incarnation,), on_lost)
+        self._watch(worker.name, worker.incarnation, on_lost)
 
     def watch_gateway(self, name: str, on_lost: Callable[[], None]) -> None:
         """Calls `on_lost` once when the gateway of that name ends; it may come back."""
-        self._watch(name, name, (), on_lost)
+        self._watch(name, "", on_lost)
 
-    def _watch(
-        self, key: str, name: str, arguments: tuple[str, ...], on_lost: Callable[[], None]
-    ) -> None:
+    def _watch(self, name: str, life: str, on_lost: Callable[[], None]) -> None:
+        key = name, life
         with self._lock:
             if key in self._watched:
                 return
@@ -100,15 +103,15 @@ class Peers:
         def done(_: Future[Any]) -> None:
             with self._lock:
                 self._watched.pop(key, None)
-            self.forget(name)
+            self.forget(name, life)
             on_lost()
 
         try:
-            ref = self.handle(name).watch.remote(*arguments)
+            ref = self.handle(name, life).watch.remote(*([life] if life else []))
         except (ValueError, RayError):
             with self._lock:
                 self._watched.pop(key, None)
-            self.forget(name)
+            self.forget(name, life)
             on_lost()
             return
         with self._lock:
@@ -116,6 +119,6 @@ class Peers:
                 self._watched[key] = ref
         ref.future().add_done_callback(done)
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: str, life: str = "") -> None:
         with self._lock:
-            self._handles.pop(name, None)
+            self._handles.pop((name, life), None)

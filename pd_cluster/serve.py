@@ -22,6 +22,7 @@ from pd_cluster.model.store import resolve_model
 from pd_cluster.model.weights import Weights
 from pd_cluster.nodes import capacity
 from pd_cluster.scaling import Counts
+from pd_cluster.worker.transfer_agent import require_backend
 
 
 class Server:
@@ -47,9 +48,9 @@ class Server:
         """
         check_cache(config)
         if address is None:
-            # Before the slow part: is the port free?
-            for index in range(config.gateways if config.port else 0):
-                bind(config.host, config.port + index).close()
+            # Before the slow part: are the ports free, and the library there?
+            _check_ports(config)
+            require_backend(config.transfer.backend)
         progress("fetching the model")
         folder = resolve_model(config.model)
         model = check_model(folder)
@@ -168,3 +169,17 @@ def check_model(folder: Path) -> ModelConfig:
     model = load_config(folder)
     Weights(folder, model, torch.float32, "cpu")
     return model
+
+
+def _check_ports(config: Config) -> None:
+    """Raises ConfigError or StartError where the HTTP servers could not listen."""
+    ports = [config.port + index for index in range(config.gateways if config.port else 0)]
+    if config.metrics_port in ports:
+        raise ConfigError(f"config key 'metrics_port': {config.metrics_port} is a gateway's port")
+    for port in ports:
+        bind(config.host, port).close()
+    if config.metrics_port:
+        try:
+            bind(config.host, config.metrics_port).close()
+        except StartError as error:
+            raise StartError(f"metrics_port: {error}") from error

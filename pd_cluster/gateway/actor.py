@@ -141,9 +141,10 @@ class RayLink:
     async def _ask(self, worker: WorkerId, question: str) -> Any:
         """None where the worker does not answer."""
         try:
-            method = getattr(self.peers.handle(worker.name), question)
+            method = getattr(self.peers.handle(worker.name, worker.incarnation), question)
             return await asyncio.wait_for(method.remote(), QUESTION_S)
         except (ValueError, RayError, TimeoutError):
+            self.peers.forget(worker.name, worker.incarnation)
             return None
 
     def _soon(self, callback: Any, *args: Any) -> None:

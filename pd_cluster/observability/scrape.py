@@ -80,7 +80,10 @@ class MetricsEndpoint:
 
     def _ask(self) -> ClusterSnapshot:
         coordinator = self._coordinator()
-        workers = [self._question(each.worker.name, "snapshot") for each in coordinator.workers]
+        workers = [
+            self._question(each.worker.name, "snapshot", each.worker.incarnation)
+            for each in coordinator.workers
+        ]
         names = self._gateways()
         gateways = [self._question(name, "metrics_snapshot") for name in names]
         asked = [each for each in (*workers, *gateways) if each is not None]
@@ -94,11 +97,11 @@ class MetricsEndpoint:
             silent_gateways=len(names) - len(answered),
         )
 
-    def _question(self, name: str, question: str) -> Future[Any] | None:
+    def _question(self, name: str, question: str, life: str = "") -> Future[Any] | None:
         try:
-            asked: Future[Any] = getattr(self._peers.handle(name), question).remote().future()
+            asked: Future[Any] = getattr(self._peers.handle(name, life), question).remote().future()
         except (ValueError, RayError):
-            self._peers.forget(name)
+            self._peers.forget(name, life)
             return None
         return asked
 

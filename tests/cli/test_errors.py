@@ -110,6 +110,31 @@ def test_port_is_taken(run: Run) -> None:
     assert outcome.error == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
+def test_metrics_port_is_taken(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = run("serve", "--port", "0", "--set", f"metrics_port={port}")
+        complaint = f"metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        assert (outcome.code, outcome.error) == (2, complaint)
+        outcome = run("serve", "--port", str(port), "--set", f"metrics_port={port}")
+        assert (outcome.code, outcome.error) == (
+            2,
+            f"config key 'metrics_port': {port} is a gateway's port",
+        )
+
+
+def test_drain_names_a_worker(run: Run) -> None:
+    outcome = run("drain", "")
+    assert outcome.code == 2
+    assert outcome.error.startswith("drain: no worker is named")
+
+
+def test_simulate_writes_where_it_can(run: Run, tmp_path: Path) -> None:
+    outcome = run("simulate", "--num-conversations", "2", "--json", str(tmp_path / "no" / "x.json"))
+    assert outcome.code == 2
+    assert "cannot be written" in outcome.error
+
+
 def test_no_ray_at_the_address(run: Run, tiny_model: Path) -> None:
     outcome = run("serve", "--model", str(tiny_model), "--address", "127.0.0.1:1")
     assert outcome.code == 2

@@ -117,12 +117,29 @@ def test_numbers_change_under_load(cluster: Live, tokenizer: Tokenizer, judge: J
             ray.get(actor.idle.remote())
 
 
+def test_a_name_that_was_used_before_is_as_good_as_new(cluster: Live, tokenizer: Tokenizer) -> None:
+    """Nobody takes the worker for the one of the same name that is gone."""
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    for decode in (2, 1, 2):
+        scale(cluster, decode=decode)
+        assert len(cluster.info()["workers"]) == 1 + decode
+    before = cluster.info()["coordinator"]["attempts"]
+    cluster.flush()
+    cluster.generate_all(prompts, TOKENS, at_once=4, ignore_eos=True)
+    cluster.settle()
+    after = cluster.info()["coordinator"]["attempts"]
+    assert after == {**before, "finished": before["finished"] + len(prompts)}
+    assert cluster.server.cluster.actors.keys() >= {"decode-0", "decode-1"}
+    assert work(cluster)["decode-1"], "nothing was placed on it"
+    scale(cluster, decode=1)
+
+
 def work(cluster: Live) -> dict[str, int]:
     """Prompts that each prefill worker looked up, tokens that each decode worker generated."""
     actors = cluster.server.cluster.actors
     decode = [name for name in NAMES if name.startswith("decode")]
     prefill = {each["worker"]["name"]: each["cache_queries"] for each in cluster.info()["workers"]}
-    counted = {name: ray.get(actors[name].counters.remote()) for name in decode}
+    counted = {name: ray.get(actors[name].counters.remote()) for name in decode if name in actors}
     return prefill | {name: each["generated_tokens"] for name, each in counted.items()}
 
 
