@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -184,7 +184,7 @@ class Config(_Section):
         "cost"
     )
     routes: tuple[Route, ...] = Field(
-        ("remote", "remote+pull", "local"), description="ways that placement cost may choose from"
+        get_args(Route), description="ways that placement cost may choose from"
     )
     itl_limit_s: float = Field(
         0.05,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd_cluster.bench.engine_process import EngineProcess
 from pd_cluster.config import Config
 from pd_cluster.draw import Draw
 from pd_cluster.types import AttemptId, SamplingParams
@@ -44,70 +43,27 @@ def measure(config: Config) -> list[tuple[Batch, float]]:
     always: two cores that share one's units, or its bandwidth, are then slower. Decode steps are
     measured alone.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with _Process(config) as measured, _Process(config) as beside:
+    with EngineProcess(config, _steps) as measured, EngineProcess(config, _steps) as beside:
         decodes = measured.ask("decode")
-        beside.begin("busy")
+        beside.tell("busy")
         prefills = measured.ask("prefill")
-        beside.begin("idle")
+        beside.tell("idle")
     return list(zip(batches(config.page_size), prefills + decodes, strict=True))
 
 
-class _Process:
-    """An engine in a process of its own, ready when entered."""
-
-    def __init__(self, config: Config) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, self._theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(self._theirs, config.model_dump_json()), daemon=True
-        )
-
-    def __enter__(self) -> _Process:
-        self._process.start()
-        self._theirs.close()
-        self._pipe.recv()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join()
-
-    def begin(self, task: str) -> None:
-        self._pipe.send(task)
-
-    def ask(self, task: str) -> list[float]:
-        self.begin(task)
-        seconds: list[float] = self._pipe.recv()
-        return seconds
-
-
-def _serve(pipe: Connection, config_json: str) -> None:
+def _steps(pipe: Connection, engine: Engine) -> None:
     """Measures its `prefill` or `decode` steps, or is `busy` until it is told something else."""
-    import torch
-
-    from pd_cluster.model.store import resolve_model
-    from pd_cluster.worker.engine import Engine
-
-    config = Config.model_validate_json(config_json)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    engine = Engine.load(resolve_model(config.model), config)
-    engine.warm_up()
-    steps = batches(config.page_size)
+    steps = batches(engine.layout.page_size)
     prefills = [batch for batch in steps if batch.prefill]
     decodes = [batch for batch in steps if batch.decode]
     engine.run(prefills[0])  # what the others attend to
-    pipe.send("ready")
-    try:
-        while True:
-            task = pipe.recv()
-            while task == "busy" and not pipe.poll():
-                engine.run(decodes[2])
-            if task in ("prefill", "decode"):
-                wanted = prefills if task == "prefill" else decodes
-                pipe.send([_median_s(engine, batch) for batch in wanted])
-    except EOFError:
-        pass
+    while True:
+        task = pipe.recv()
+        while task == "busy" and not pipe.poll():
+            engine.run(decodes[2])
+        if task in ("prefill", "decode"):
+            wanted = prefills if task == "prefill" else decodes
+            pipe.send([_median_s(engine, batch) for batch in wanted])
 
 
 def _median_s(engine: Engine, batch: Batch) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from pd_cluster.bench.prefix import server
+from pd_cluster.bench.client import server
 from pd_cluster.cluster import init_ray
 from pd_cluster.config import load_config
 

@@ -4,27 +4,28 @@ called in a process of its own with the same threads and prompts.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import secrets
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd_cluster.bench.prefix import request, server
-from pd_cluster.config import Config, load_config
+from pd_cluster.bench.client import generate, random_tokens, server
+from pd_cluster.bench.engine_process import EngineProcess
+from pd_cluster.config import load_config
+from pd_cluster.draw import Draw
 from pd_cluster.types import AttemptId, IntArray, SamplingParams
+from pd_cluster.worker.instructions import Batch, Row
+
+if TYPE_CHECKING:  # which brings torch
+    from pd_cluster.worker.engine import Engine
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 32
 STREAMS = (1, 8)
-# Low ids exist in every vocabulary; the first are control tokens in most.
-_TOKEN_IDS = (256, 8192)
 
 
 class Times:
@@ -45,14 +46,14 @@ def run(*, repeats: int = 7) -> dict[str, float]:
     """
     config = load_config()
     figures: dict[str, float] = {}
-    with server(None) as url, _Engine(config) as engine:
+    with server(None) as url, EngineProcess(config, _answer) as engine:
         for streams in STREAMS:
             ours, alone = Times(), Times()
             for repeat in range(repeats + 1):
                 prompts = _prompts(streams)
                 kept = (Times(), Times()) if repeat == 0 else (ours, alone)
                 _ask_all(url, prompts, kept[0])
-                engine.run(prompts, kept[1])
+                _run_all(engine, prompts, kept[1])
             figures |= _figures(streams, ours, alone)
     return figures
 
@@ -73,81 +74,32 @@ def _figures(streams: int, ours: Times, alone: Times) -> dict[str, float]:
 
 
 def _prompts(streams: int) -> list[list[int]]:
-    rng = np.random.default_rng(secrets.randbits(64))
-    prompts: list[list[int]] = rng.integers(*_TOKEN_IDS, (streams, PROMPT_TOKENS)).tolist()
-    return prompts
+    return [random_tokens(PROMPT_TOKENS) for _ in range(streams)]
 
 
 def _ask_all(url: str, prompts: list[list[int]], times: Times) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         start = time.perf_counter()
-        for at in pool.map(lambda prompt: _ask(url, prompt), prompts):
-            times.add(start, at)
+        ask = lambda prompt: generate(url, prompt, NEW_TOKENS)  # noqa: E731
+        for answer in pool.map(ask, prompts):
+            times.add(start, answer.times)
 
 
-def _ask(url: str, prompt: list[int]) -> list[float]:
-    """When each token came."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompt, "stream": True, "sampling_params": sampling})
-    at: list[float] = []
-    with request(url, "POST", "/generate", body) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                count = len(json.loads(line[6:])["output_ids"])
-                at += [time.perf_counter()] * (count - len(at))
-    return at
+def _run_all(engine: EngineProcess, prompts: list[list[int]], times: Times) -> None:
+    start, at = engine.ask(prompts)
+    for _ in prompts:
+        times.add(start, at)
 
 
-class _Engine:
-    """The worker's engine in a process of its own, with the environment that workers have."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def __enter__(self) -> _Engine:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._config.model_dump_json())
-        self._process = context.Process(target=_serve_engine, args=arguments, daemon=True)
-        self._process.start()
-        self._pipe.recv()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.send(None)
-        self._process.join()
-
-    def run(self, prompts: list[list[int]], times: Times) -> None:
-        self._pipe.send(prompts)
-        start, at = self._pipe.recv()
-        for _ in prompts:
-            times.add(start, at)
-
-
-def _serve_engine(pipe: Connection, config_json: str) -> None:
-    import torch
-
-    from pd_cluster.model.store import resolve_model
-    from pd_cluster.worker.engine import Engine
-
-    config = Config.model_validate_json(config_json)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    engine = Engine.load(resolve_model(config.model), config)
-    engine.warm_up()
-    pipe.send("ready")
-    while (prompts := pipe.recv()) is not None:
+def _answer(pipe: Connection, engine: Engine) -> None:
+    while True:
+        prompts = [np.array(each, np.int32) for each in pipe.recv()]
         start = time.perf_counter()
-        pipe.send((start, _generate(engine, [np.array(each, np.int32) for each in prompts])))
+        pipe.send((start, _generate(engine, prompts)))
 
 
-def _generate(engine: object, prompts: list[IntArray]) -> list[float]:
+def _generate(engine: Engine, prompts: list[IntArray]) -> list[float]:
     """When each step's tokens were there: one prefill of all prompts, then decode steps."""
-    from pd_cluster.draw import Draw
-    from pd_cluster.worker.engine import Engine
-    from pd_cluster.worker.instructions import Batch, Row
-
-    assert isinstance(engine, Engine)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     room = PROMPT_TOKENS + NEW_TOKENS
 

@@ -4,30 +4,14 @@ second that shares all of its prompt but the end.
 
 from __future__ import annotations
 
-import http.client
-import json
-import secrets
-import shutil
 import statistics
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
-import numpy as np
-
-from pd_cluster.config import load_config
-from pd_cluster.errors import StartError
-from pd_cluster.serve import Server
+from pd_cluster.bench.client import generate, kv_bytes, random_tokens, server, server_info
 
 SHARED_TOKENS = 1500
 OWN_TOKENS = 32
 _NEW_TOKENS = 4
-# Low ids exist in every vocabulary; the first are control tokens in most.
-_TOKEN_IDS = (256, 8192)
-_TIMEOUT_S = 300.0
 
 
 class _Answered(NamedTuple):
@@ -75,89 +59,13 @@ def conclusions(figures: dict[str, float]) -> list[str]:
 
 
 def _pair(url: str) -> tuple[_Answered, _Answered]:
-    rng = np.random.default_rng(secrets.randbits(64))
-    shared, *own = np.split(
-        rng.integers(*_TOKEN_IDS, SHARED_TOKENS + 2 * OWN_TOKENS),
-        [SHARED_TOKENS, SHARED_TOKENS + OWN_TOKENS],
-    )
-    first, second = (_ask(url, [*shared.tolist(), *each.tolist()]) for each in own)
+    shared = random_tokens(SHARED_TOKENS)
+    first, second = (_ask(url, shared + random_tokens(OWN_TOKENS)) for _ in range(2))
     return first, second
 
 
 def _ask(url: str, prompt: list[int]) -> _Answered:
-    before = _moved(url)
-    body = {
-        "input_ids": prompt,
-        "stream": True,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": _NEW_TOKENS,
-            "ignore_eos": True,
-        },
-    }
-    start = time.perf_counter()
-    with request(url, "POST", "/generate", json.dumps(body)) as response:
-        first_token_s = 0.0
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
-            if "error" in event:
-                raise StartError(f"{url}/generate: {event['error'].get('message')}")
-            if not first_token_s and event["output_ids"]:
-                first_token_s = time.perf_counter() - start
-    after = _moved(url)
-    return _Answered(first_token_s, after[0] - before[0], after[1] - before[1])
-
-
-def _moved(url: str) -> tuple[int, int]:
-    """Bytes that all workers have moved, and have not had to move, so far."""
-    with request(url, "GET", "/server_info") as response:
-        workers = json.load(response)["workers"]
-    names = ("transfer_bytes", "transfer_avoided_bytes")
-    moved, avoided = (sum(worker[name] for worker in workers) for name in names)
-    return moved, avoided
-
-
-@contextmanager
-def request(
-    url: str, method: str, path: str, body: str | None = None
-) -> Iterator[http.client.HTTPResponse]:
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    if not parts.hostname:
-        raise StartError(f"{url} is no URL of a server; expected http://HOST:PORT")
-    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-    try:
-        connection.request(
-            method, parts.path.rstrip("/") + path, body, {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        if response.status != 200:
-            raise StartError(f"{url}{path}: {response.status} {response.read().decode()}")
-        yield response
-    except (OSError, http.client.HTTPException) as error:
-        raise StartError(f"{url} does not answer: {error}") from error
-    finally:
-        connection.close()
-
-
-@contextmanager
-def server(url: str | None, **changes: Any) -> Iterator[str]:
-    """The URL of a server: the one given, else of a cluster of its own with the defaults, but for
-    `changes`.
-    """
-    if url is not None:
-        yield url
-        return
-    # Short: Ray's socket paths lie below it.
-    temp_dir = tempfile.mkdtemp(prefix="pdb")
-    settings = {"port": 0, "cluster_name": f"bench-{secrets.token_hex(4)}", **changes}
-    try:
-        server = Server.start(load_config(overrides=settings), temp_dir=temp_dir)
-        try:
-            yield server.url
-        finally:
-            server.stop()
-    finally:
-        shutil.rmtree(temp_dir, ignore_errors=True)
+    moved, avoided = kv_bytes(server_info(url))
+    answer = generate(url, prompt, _NEW_TOKENS)
+    moved_then, avoided_then = kv_bytes(server_info(url))
+    return _Answered(answer.first_token_s, moved_then - moved, avoided_then - avoided)

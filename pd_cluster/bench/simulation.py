@@ -7,18 +7,17 @@ that description and the same configuration.
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
+from pd_cluster.bench.client import Answer, generate, kv_bytes, server, server_info
 from pd_cluster.bench.engine_steps import measure
-from pd_cluster.bench.prefix import request, server
 from pd_cluster.config import Config, load_config
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.simulate.cluster import ClusterShape, Simulation
@@ -39,17 +38,6 @@ COMPARED = (
     "cached_part",
     "resident_part",
 )
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What the client saw of one request; times by `time.perf_counter`."""
-
-    start: float
-    times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    prompt_len: int = 0
-    cached: int = 0
 
 
 def run(*, count: int = CONVERSATIONS) -> dict[str, float]:
@@ -121,11 +109,11 @@ def _replay(trace: list[TraceRequest], model: ModelShape) -> dict[str, float]:
     lines = [
         range(begin, end) for begin, end in pairwise([*first, len(trace)])
     ]  # in the trace, turns stand together
-    turns: dict[int, _Turn] = {}
+    turns: dict[int, Answer] = {}
     with server(None, threads=1, device="cpu", model="smollm2") as url:
         for prompt in ([9000] * 300, [9001] * 300):  # what is made at first use
-            _ask(url, prompt, 8)
-        before = _avoided(url)
+            generate(url, prompt, 8)
+        _, before = kv_bytes(server_info(url))
         zero = time.perf_counter()
         waits = threading.Event()
 
@@ -134,16 +122,16 @@ def _replay(trace: list[TraceRequest], model: ModelShape) -> dict[str, float]:
             for number in numbers:
                 waits.wait(max(0.0, at - time.perf_counter()))
                 prompt = _tokens(trace[number], turns)
-                turns[number] = _ask(url, prompt, trace[number].max_tokens)
+                turns[number] = generate(url, prompt, trace[number].max_tokens)
                 if number + 1 in numbers:
                     at = turns[number].times[-1] + trace[number + 1].arrival
 
         with ThreadPoolExecutor(len(lines)) as pool:
             list(pool.map(hold, lines))
-        avoided = _avoided(url) - before
+        _, after = kv_bytes(server_info(url))
     done = [turns[number] for number in range(len(trace))]
     span = max(turn.times[-1] for turn in done) - min(turn.start for turn in done)
-    ttft = [turn.times[0] - turn.start for turn in done]
+    ttft = [turn.first_token_s for turn in done]
     gaps = [later - earlier for turn in done for earlier, later in pairwise(turn.times)]
     prompt_tokens = sum(turn.prompt_len for turn in done)
     return {
@@ -153,11 +141,11 @@ def _replay(trace: list[TraceRequest], model: ModelShape) -> dict[str, float]:
         "itl_p50_s": float(np.quantile(gaps, 0.5)),
         "itl_p90_s": float(np.quantile(gaps, 0.9)),
         "cached_part": sum(turn.cached for turn in done) / prompt_tokens,
-        "resident_part": avoided / model.kv_bytes_per_token / prompt_tokens,
+        "resident_part": (after - before) / model.kv_bytes_per_token / prompt_tokens,
     }
 
 
-def _tokens(each: TraceRequest, turns: dict[int, _Turn]) -> list[int]:
+def _tokens(each: TraceRequest, turns: dict[int, Answer]) -> list[int]:
     """A prompt of the model's tokens: where the trace has an answer, what was really answered."""
     tokens: list[int] = []
     for token, length in each.prompt:
@@ -166,27 +154,6 @@ def _tokens(each: TraceRequest, turns: dict[int, _Turn]) -> list[int]:
         else:
             tokens += [FIRST_TOKEN_ID + token] * length
     return tokens
-
-
-def _ask(url: str, prompt: list[int], new_tokens: int) -> _Turn:
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompt, "stream": True, "sampling_params": sampling})
-    turn = _Turn(time.perf_counter(), prompt_len=len(prompt))
-    with request(url, "POST", "/generate", body) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                turn.tokens, turn.cached = event["output_ids"], event["meta_info"]["cached_tokens"]
-                fresh = len(turn.tokens) - len(turn.times)
-                turn.times += [time.perf_counter()] * fresh
-    return turn
-
-
-def _avoided(url: str) -> int:
-    """Bytes of KV that need not have been moved so far."""
-    with request(url, "GET", "/server_info") as response:
-        workers = json.load(response)["workers"]
-    return sum(int(worker["transfer_avoided_bytes"]) for worker in workers)
 
 
 # --- the simulated one ---

@@ -4,22 +4,17 @@ host memory, against computing it; and how fast storage reads and writes.
 
 from __future__ import annotations
 
-import http.client
-import json
-import secrets
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
+from pd_cluster.bench.client import generate, random_tokens, server
 from pd_cluster.cache.storage_file import FileStorage
-from pd_cluster.config import load_config
-from pd_cluster.serve import Server
 
 POOL_TOKENS = 4096
 PROMPT_TOKENS = 1024
@@ -53,50 +48,20 @@ def conclusions(figures: dict[str, float]) -> list[str]:
 
 
 def _first_tokens() -> dict[str, float]:
-    # Short: Ray's socket paths lie below it.
-    temp_dir = tempfile.mkdtemp(prefix="pdb")
-    settings: dict[str, Any] = {
-        "port": 0,
-        "cluster_name": f"bench-{secrets.token_hex(4)}",
-        "max_total_tokens": POOL_TOKENS,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 3.0,
-    }
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(256, 8192, (PROMPTS + 1, PROMPT_TOKENS)).tolist()
-    try:
-        server = Server.start(load_config(overrides=settings), temp_dir=temp_dir)
-        try:
-            _ask(server.url, prompts.pop())  # warms up whatever is made at first use
-            cold = [_ask(server.url, prompt) for prompt in prompts]
-            warm = [_ask(server.url, prompt) for prompt in prompts]
-        finally:
-            server.stop()
-    finally:
-        shutil.rmtree(temp_dir, ignore_errors=True)
+    prompts = [random_tokens(PROMPT_TOKENS) for _ in range(PROMPTS)]
+    tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
+    with server(None, max_total_tokens=POOL_TOKENS, **tiers) as url:
+        generate(url, random_tokens(PROMPT_TOKENS), 1)  # warms up whatever is made at first use
+        cold = [generate(url, prompt, 1) for prompt in prompts]
+        warm = [generate(url, prompt, 1) for prompt in prompts]
     return {
-        "tiers.ttft_recompute_s": statistics.median(seconds for seconds, _ in cold),
-        "tiers.ttft_host_s": statistics.median(seconds for seconds, _ in warm),
+        "tiers.ttft_recompute_s": statistics.median(each.first_token_s for each in cold),
+        "tiers.ttft_host_s": statistics.median(each.first_token_s for each in warm),
         "tiers.ttft_ratio": statistics.median(
-            w / c for (c, _), (w, _) in zip(cold, warm, strict=True)
+            w.first_token_s / c.first_token_s for c, w in zip(cold, warm, strict=True)
         ),
-        "tiers.hit_rate": sum(cached for _, cached in warm) / (PROMPTS * PROMPT_TOKENS),
+        "tiers.hit_rate": sum(each.cached for each in warm) / (PROMPTS * PROMPT_TOKENS),
     }
-
-
-def _ask(url: str, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to the only token, and how many tokens were cached."""
-    params = {"temperature": 0, "max_new_tokens": 1}
-    body = json.dumps({"input_ids": prompt, "sampling_params": params})
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
-    try:
-        started = time.perf_counter()
-        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-        answer = json.load(connection.getresponse())
-        return time.perf_counter() - started, int(answer["meta_info"]["cached_tokens"])
-    finally:
-        connection.close()
 
 
 def _file() -> dict[str, float]:

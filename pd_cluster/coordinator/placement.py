@@ -17,7 +17,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,8 @@ from numpy.typing import NDArray
 from pd_cluster.coordinator.costs import Floats, Rates
 from pd_cluster.coordinator.fleet import Fleet
 from pd_cluster.coordinator.index import Lengths
-from pd_cluster.types import WorkerId
+from pd_cluster.types import Route, WorkerId
 
-RouteName = Literal["remote", "remote+pull", "local"]
 Mask = NDArray[np.bool_]
 
 # Candidates of each side whose terms are kept as the reasons of a placement.
@@ -96,7 +94,7 @@ class Choice:
 
     prefill: int
     decode: int
-    route: RouteName = "remote"
+    route: Route = "remote"
     prefill_s: float = 0.0  # work given to the prefill worker
     decode_s: float = 0.0  # work given to the decode worker: what it receives, or computes
     prefill_held: int = 0
@@ -222,7 +220,7 @@ class Cost(PlacementPolicy):
         d_cost = _total(d_terms, _not_avoided(eligible, ask))
         d = _argmin(d_cost, decode.last_placement)
         best = float(p_cost[p] + d_cost[d])
-        route: RouteName = "remote"
+        route: Route = "remote"
         seconds, local_s = float(p_seconds[p]), 0.0
         routes = [Term(d, best, int(d_held[d]), {"remote": best})]
         for other in self._holders(d_held, d_cost):

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +21,9 @@ from pd_cluster.simulate.hardware import StepTimes, load_hardware, load_model
 from pd_cluster.simulate.plot import Curves, check_drawable, draw
 from pd_cluster.simulate.runs import Experiment, check, check_routes, compare, plan
 from pd_cluster.simulate.trace import TraceRequest, conversations, read_trace, scale
+from pd_cluster.types import Route
 
-ROUTES = ("remote", "remote+pull", "local")
+ROUTES: tuple[str, ...] = get_args(Route)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import ray
 import torch
@@ -80,7 +80,7 @@ T = TypeVar("T")
 
 TICK_S = 0.25
 # Every worker can do all of them.
-ROUTES: tuple[Route, ...] = ("remote", "remote+pull", "local")
+ROUTES: tuple[Route, ...] = get_args(Route)
 IDLE_S = 60.0
 POSTED = (
     StartAttempt,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.config import Config
 from pd_cluster.draw import Drawn
-from pd_cluster.errors import StartError
 from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
 from pd_cluster.model.choose import choose
 from pd_cluster.model.decode_graphs import DecodeGraphs, bucket_sizes
@@ -20,22 +18,6 @@ from pd_cluster.model.decoder import Decoder
 from pd_cluster.worker.instructions import Batch, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """What to compute on; of GPUs the first that this process may see.
-
-    "auto" is the CPU until the transfer library can move a GPU's memory. Raises StartError where
-    there is no GPU and one is wanted.
-    """
-    if wanted != "cuda":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise StartError(
-            "device is cuda, but torch finds no GPU: check the driver, a CUDA build of torch, "
-            "and that Ray gives the worker a GPU (resources: num_gpus)"
-        )
-    return torch.device("cuda", 0)
 
 
 class Engine:
@@ -54,7 +36,7 @@ class Engine:
     def load(cls, folder: Path, config: Config) -> Engine:
         """Raises ModelError where the folder holds no model that can be served."""
         dtype = DTYPES[config.dtype]
-        device = find_device(config.device)
+        device = torch.device("cpu")  # config.device allows nothing else yet
         decoder = Decoder.load(folder, dtype, device)
         model = decoder.config
         layout = make_layout(

@@ -204,7 +204,11 @@ class Transport:
             self.layout.rows(remote, move.peer.num_pages),
             notification,
         )
-        self.agent.transfer(handle)
+        try:
+            self.agent.transfer(handle)
+        except (nixlNotFoundError, nixlRemoteDisconnectError):
+            self.agent.release_xfer_handle(handle)
+            raise
         move.handles[int(handle)] = handle
         self._portions[int(handle)] = portion
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pd_cluster.bench import simulation
+from pd_cluster.bench.client import Answer
 from pd_cluster.bench.engine_steps import DECODES, PREFILLS, batches
 from pd_cluster.config import load_config
 from pd_cluster.simulate.hardware import MODELS, Hardware, StepTimes, load_hardware
@@ -42,7 +43,7 @@ def test_the_simulated_side_has_every_compared_figure() -> None:
 
 
 def test_prompts_have_the_real_answers() -> None:
-    turn = simulation._Turn(0.0, tokens=[7, 8])
+    turn = Answer(0.0, tokens=[7, 8])
     each = TraceRequest(
         0.0, ((0, 2), (ANSWERS, 30), (3, 1)), max_tokens=1, answer_token=ANSWERS + 1
     )

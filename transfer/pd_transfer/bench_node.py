@@ -128,11 +128,10 @@ class Node:
             assert state == "PROC"
 
 
-class TcpNode:
-    """The yardstick between hosts: the same bytes through one plain socket, acknowledged."""
+class _SocketNode:
+    """One plain socket between the two: a yardstick. Of each message its length is told first."""
 
     def __init__(self, library: str, role: str, total: int, options: dict[str, Any]) -> None:
-        self.memory = np.full(total, 1, np.uint8)
         self._host = options["host"]
 
     def hello(self) -> dict[str, Any]:
@@ -142,16 +141,30 @@ class TcpNode:
 
     def _serve(self) -> None:
         sock, _ = self._listener.accept()
-        memory = self.memory.data
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while length := sock.recv(8, socket.MSG_WAITALL):
-            count, done = int.from_bytes(length, "little"), 0
-            while done < count:
-                done += sock.recv_into(memory[done:count])
+            self._take(sock, int.from_bytes(length, "little"))
             sock.sendall(b"!")
+
+    def _take(self, sock: socket.socket, count: int) -> None:
+        raise NotImplementedError
 
     def meet(self, host: str, port: int) -> None:
         self._socket = socket.create_connection((host, port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class TcpNode(_SocketNode):
+    """The yardstick between hosts: the same bytes through one plain socket, acknowledged."""
+
+    def __init__(self, library: str, role: str, total: int, options: dict[str, Any]) -> None:
+        super().__init__(library, role, total, options)
+        self.memory = np.full(total, 1, np.uint8)
+
+    def _take(self, sock: socket.socket, count: int) -> None:
+        done = 0
+        while done < count:
+            done += sock.recv_into(self.memory.data[done:count])
 
     def move(self, operation: str, size: int, order: str, repeats: int, seed: int) -> list[float]:
         seconds = []
@@ -168,31 +181,18 @@ class TcpNode:
         return time.process_time()
 
 
-class EchoNode:
+class EchoNode(_SocketNode):
     """The yardstick of a round trip: a page through a plain socket and a byte back.
 
     As many threads are woken for it as for a transfer: one at the target, one here that reads the
     answer, and the caller, who sleeps until that one has told it.
     """
 
-    def __init__(self, library: str, role: str, total: int, options: dict[str, Any]) -> None:
-        self._host = options["host"]
-
-    def hello(self) -> dict[str, Any]:
-        self._listener = socket.create_server((self._host, 0))
-        threading.Thread(target=self._serve, daemon=True).start()
-        return {"metadata": self._host, "address": self._listener.getsockname()[1]}
-
-    def _serve(self) -> None:
-        sock, _ = self._listener.accept()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while length := sock.recv(8, socket.MSG_WAITALL):
-            sock.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
-            sock.sendall(b"!")
+    def _take(self, sock: socket.socket, count: int) -> None:
+        sock.recv(count, socket.MSG_WAITALL)
 
     def meet(self, host: str, port: int) -> None:
-        self._socket = socket.create_connection((host, port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().meet(host, port)
         self._answered = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from pd_kernels.paged import check_pages
 from pd_kernels.triton_kernels.launch import INTERPRETED, multiprocessors, padded, product
+from pd_kernels.triton_kernels.softmax import LOG2_E, fold, load_keys
 
 # Rows of a matrix unit's smallest product; smaller groups of heads are filled up.
 _LEAST_ROWS = 16
 _MOST_SPLITS = 16
-_LOG2_E = 1.4426950408889634
 _INDICES = ["kv_indptr", "kv_indices", "ctx_lens"]
 
 
@@ -61,19 +61,14 @@ def _attend(
     for at in range(begin, end, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
         seen = token < end
-        page = tl.load(pages + token // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        base = page * page_stride + (token % PAGE_SIZE) * token_stride + kv_head * head_stride
-        there = seen[:, None] & in_dim[None, :]
-        keys = tl.load(k_pages + base[:, None] + dim[None, :], mask=there, other=0.0)
+        keys, place, there = load_keys(
+            k_pages, pages, token, seen, in_dim, kv_head,
+            page_stride, token_stride, head_stride, PAGE_SIZE, BLOCK_D,
+        )  # fmt: skip
         scores = product(queries, tl.trans(keys), WIDE) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(largest - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        values = tl.load(v_pages + base[:, None] + dim[None, :], mask=there, other=0.0)
-        sums = sums * fade[:, None] + product(weights.to(values.dtype), values, WIDE)
-        largest = higher
+        values = tl.load(v_pages + place, mask=there, other=0.0)
+        largest, total, sums = fold(scores, values, largest, total, sums, WIDE)
     # An empty context, which only fills up a captured batch, gets zeros.
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     place = (b * tl.num_programs(1) * GROUP + head) * SPLITS + split
@@ -130,7 +125,7 @@ def decode_attention(
         kv_indptr,
         kv_indices,
         ctx_lens,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q.stride(0),
         *strides,
         PAGE_SIZE=page_size,

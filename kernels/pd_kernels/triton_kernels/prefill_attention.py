@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pd_kernels.paged import check_pages
 from pd_kernels.triton_kernels.launch import INTERPRETED, padded, product
+from pd_kernels.triton_kernels.softmax import LOG2_E, fold, load_keys
 
-_LOG2_E = 1.4426950408889634
 _INDICES = ["q_indptr", "kv_indptr", "kv_indices", "ctx_lens"]
 
 
@@ -73,22 +73,16 @@ def _attend(
         for at in range(0, end, BLOCK_N):
             token = at + tl.arange(0, BLOCK_N)
             seen = token < end
-            page = tl.load(pages + token // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-            base = page * page_stride + (token % PAGE_SIZE) * token_stride
-            base += kv_head * head_stride
-            there = seen[:, None] & in_dim[None, :]
-            keys = tl.load(k_pages + base[:, None] + dim[None, :], mask=there, other=0.0)
+            keys, place, there = load_keys(
+                k_pages, pages, token, seen, in_dim, kv_head,
+                page_stride, token_stride, head_stride, PAGE_SIZE, BLOCK_D,
+            )  # fmt: skip
             scores = product(queries, tl.trans(keys), WIDE) * scale
             # Token 0 is seen by all rows, so no row's largest score stays minus infinity.
             visible = token[None, :] <= tl.minimum(position, end - 1)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
-            higher = tl.maximum(largest, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-            fade = tl.exp2(largest - higher)
-            total = total * fade + tl.sum(weights, axis=1)
-            values = tl.load(v_pages + base[:, None] + dim[None, :], mask=there, other=0.0)
-            sums = sums * fade[:, None] + product(weights.to(values.dtype), values, WIDE)
-            largest = higher
+            values = tl.load(v_pages + place, mask=there, other=0.0)
+            largest, total, sums = fold(scores, values, largest, total, sums, WIDE)
         sums = sums / total[:, None]
         at_out = out + query[:, None] * out_stride + head * DIM + dim[None, :]
         tl.store(at_out, sums.to(out.dtype.element_ty), mask=inside)
@@ -124,7 +118,7 @@ def prefill_attention(
         kv_indices,
         ctx_lens,
         batch,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q.stride(0),
         out.stride(0),
         *strides,
