@@ -37,6 +37,7 @@ LAYERS = {
     "pd_cluster.errors": 0,
     "pd_cluster.types": 0,
     "pd_cluster.states": 0,
+    "pd_cluster.tombstones": 0,
     "pd_cluster.draw": 0,
     "pd_cluster.config": 0,
     "pd_cluster.registry": 0,
@@ -74,7 +75,7 @@ LAYERS = {
     "pd_cluster.operations": 10,
     "pd_cluster.scale_client": 10,
     "pd_cluster.bench*": 11,
-    "pd_cluster.cli": 12,
+    "pd_cluster.cli*": 12,
     "pd_cluster.__main__": 13,
 }
 
@@ -87,6 +88,7 @@ PURE = (
     "pd_cluster.gateway.request",
     "pd_cluster.gateway.instructions",
     "pd_cluster.states",
+    "pd_cluster.tombstones",
     "pd_cluster.types",
 )
 SHELLS = (
@@ -314,10 +316,17 @@ def test_every_library_is_a_declared_dependency() -> None:
 
 def test_public_names_of_the_kernels() -> None:
     assert sorted(pd_kernels.__all__) == [
+        "AttentionHeads",
+        "CapturedAttention",
         "PackedLinear",
+        "PageTables",
+        "PagedAttention",
+        "StepAttention",
         "backend_name",
         "decode_attention",
         "decode_attention_reference",
+        "filter_probabilities",
+        "filter_probabilities_reference",
         "fused_add_rms_norm",
         "fused_add_rms_norm_reference",
         "linear_reference",
@@ -327,6 +336,7 @@ def test_public_names_of_the_kernels() -> None:
         "page_scatter_reference",
         "page_write",
         "page_write_reference",
+        "paged_attention",
         "prefill_attention",
         "prefill_attention_reference",
         "rms_norm",

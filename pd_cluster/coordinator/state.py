@@ -29,6 +29,7 @@ from pd_cluster.coordinator.prefix_hash import unpack_hashes
 from pd_cluster.coordinator.queue import MAX_COMPARED, Queue, Waiting, expired, make_queue_policy
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.coordinator.workers import EXPECTED_GRACE_S, Lease, Workers, WorkerState
+from pd_cluster.tombstones import Tombstones
 from pd_cluster.types import (
     MAX_RETRACTIONS,
     AttemptEnded,
@@ -105,6 +106,7 @@ class CoordinatorState:
         self._orders: list[tuple[WorkerId, MakeRoom]] = []
         # Released because their worker no longer named them; their ends are still to be told.
         self._untold: OrderedDict[AttemptId, Lease] = OrderedDict()
+        self._tombstones = Tombstones()
         self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
         self._work_by_tenant: Counter[str] = Counter()
@@ -185,6 +187,8 @@ class CoordinatorState:
             return [Answer(request.attempt, lease.placement)]
         if request.attempt in self.queue:
             return []
+        if self._tombstones.take(request.attempt):
+            return [self._reject(request, 503, "withdrawn", "its end overtook it")]
         refused = self._never(request)
         if refused is not None:
             return [refused]
@@ -215,6 +219,8 @@ class CoordinatorState:
         if lease is None:
             if event.attempt in self._untold:
                 self._count_end(event, self._untold.pop(event.attempt), now)
+            elif entry is None:
+                self._tombstones.add(event.attempt, now)
             return [] if entry is None else self._place(now)
         out_of_pages = self._count_end(event, lease, now)
         self._release(lease, now)
@@ -225,6 +231,7 @@ class CoordinatorState:
 
     def tick(self, now: float) -> list[Answer]:
         """Enforces deadlines; to be called every second or so, and at `wake_at`."""
+        self._tombstones.expire(now)
         answers: list[Answer] = []
         for entry in expired(self.queue.entries.values(), now):
             message = f"no worker had room within {entry.request.timeout_s:g} s"

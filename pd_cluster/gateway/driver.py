@@ -70,7 +70,7 @@ class ClusterLink(Protocol):
         ...
 
     def post(self, worker: WorkerId, message: StartAttempt | CancelAttempt) -> None:
-        """Sends without waiting, in order.
+        """Sends without waiting. Messages may overtake each other.
 
         Raises Unavailable where the worker is known to be gone.
         """

@@ -21,6 +21,7 @@ from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Draw
+from pd_cluster.tombstones import Tombstones
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -92,6 +93,7 @@ class DecodeSequences:
         self.drain_s = drain_s
         self.sequences: OrderedDict[AttemptId, Sequence] = OrderedDict()
         self.copies: list[tuple[int, int]] = []  # to be made before the next step
+        self._tombstones = Tombstones()
         # Counters for metrics and for the accounts of the tests.
         self.reserved_pages = 0
         self.resident_pages = 0
@@ -111,6 +113,9 @@ class DecodeSequences:
         if request.attempt in self.sequences:
             return []
         seq = Sequence(request, self.cache, now)
+        if self._tombstones.take(request.attempt):
+            seq.move("done", now, "its cancel overtook it")
+            return [self._end_output(seq, "aborted", "cancelled")]
         if len(self.sequences) >= self.max_running:
             seq.move("done", now, "refused: full")
             return [self._end_output(seq, "refused", f"{self.worker} runs {self.max_running}")]
@@ -119,7 +124,10 @@ class DecodeSequences:
 
     def cancel(self, request: CancelAttempt, now: float) -> list[Instruction]:
         seq = self.sequences.get(request.attempt)
-        if seq is None or seq.state in ("closing", "draining"):
+        if seq is None:
+            self._tombstones.add(request.attempt, now)
+            return []
+        if seq.state in ("closing", "draining"):
             return []
         return self._abandon(seq, now, "cancelled")
 
@@ -181,6 +189,7 @@ class DecodeSequences:
         return out
 
     def tick(self, now: float) -> list[Instruction]:
+        self._tombstones.expire(now)
         out: list[Instruction] = []
         for seq in [seq for seq in self.sequences.values() if now >= seq.deadline]:
             if seq.state == "draining":

@@ -21,6 +21,7 @@ from pd_cluster.cache.tier_books import Promotion
 from pd_cluster.cache.tiers import TieredCache
 from pd_cluster.draw import Draw
 from pd_cluster.states import Tracked, Transitions
+from pd_cluster.tombstones import Tombstones
 from pd_cluster.types import (
     CHECKSUM_BYTES,
     AbortPrefill,
@@ -62,10 +63,6 @@ JOB_TRANSITIONS: Transitions[JobState] = {
     ("sending", "done"): "every page acknowledged",
     ("stopping", "done"): "nothing touches its pages any more",
 }
-
-# Aborts that came before their request are remembered this long (seconds), at most this many.
-TOMBSTONE_S = 600.0
-MAX_TOMBSTONES = 10_000
 
 # A shared prefix of at least this many tokens is waited for: on prefill while it is computed, on
 # decode if it saves so many.
@@ -122,7 +119,7 @@ class PrefillJobs:
         self.page_size = cache.page_size
         self.eos = frozenset(eos_token_ids)
         self.jobs: OrderedDict[AttemptId, Job] = OrderedDict()
-        self._tombstones: OrderedDict[AttemptId, float] = OrderedDict()
+        self._tombstones = Tombstones()
         self._next_transfer = 0
         self._transfers: dict[int, Job] = {}
         # Counters for metrics and for the accounts of the tests.
@@ -137,7 +134,7 @@ class PrefillJobs:
     def start(self, request: StartPrefill, now: float) -> list[Instruction]:
         if request.attempt in self.jobs:
             return []
-        if self._tombstones.pop(request.attempt, None) is not None:
+        if self._tombstones.take(request.attempt):
             return []  # its abort overtook it and has been answered
         out: list[Instruction] = [Connect(request.decode, request.agent, request.region)]
         job = Job(request, self.cache, now)
@@ -152,7 +149,7 @@ class PrefillJobs:
     def abort(self, request: AbortPrefill, now: float) -> list[Instruction]:
         job = self.jobs.get(request.attempt)
         if job is None:
-            self._tombstones[request.attempt] = now
+            self._tombstones.add(request.attempt, now)
             return [Notify(request.decode, PrefillAborted(attempt=request.attempt))]
         return self._stop(job, PrefillAborted(attempt=job.attempt), now, "aborted by decode")
 
@@ -195,11 +192,7 @@ class PrefillJobs:
         for job in [job for job in self.jobs.values() if now >= job.deadline]:
             failed = PrefillFailed(attempt=job.attempt, reason=f"deadline passed while {job.state}")
             out += self._stop(job, failed, now, "deadline")
-        while self._tombstones:
-            attempt, since = next(iter(self._tombstones.items()))
-            if len(self._tombstones) <= MAX_TOMBSTONES and now - since < TOMBSTONE_S:
-                break
-            del self._tombstones[attempt]
+        self._tombstones.expire(now)
         return out
 
     # --- steps ---

@@ -93,6 +93,7 @@ class ClusterWorld:
             page_size=page_size,
             chunk=CHUNK,
         )
+        self.world.reorder = True
         self.scheduling = Scheduling(
             placement=placement,
             schedule_policy=schedule_policy,
@@ -122,27 +123,31 @@ class ClusterWorld:
         max_tokens: int | None = None,
         priority: int | None = None,
     ) -> str:
-        name = f"r{len(self.clients)}"
-        self.clients[name] = Client(
-            prompt=random_prompt(self.rng, length or self.rng.randrange(1, 160), self.shared),
-            max_tokens=max_tokens or self.rng.randrange(1, 30),
-            priority=self.rng.randrange(3) if priority is None else priority,
-        )
+        name = self._new_client(length, max_tokens, priority)
         self._ask(name)
         return name
 
     def abort(self) -> None:
         alive = [name for name, client in self.clients.items() if not client.end]
-        if not alive:
+        if alive:
+            self._leave(self.rng.choice(alive))
+
+    def leave_at_once(self) -> None:
+        """A client that is gone as soon as it was placed: its cancel is on the heels of its start.
+        Or sooner: then its end may be there before its question.
+        """
+        if self.rng.random() < 0.5:
+            self._leave(self.arrive())
             return
-        name = self.rng.choice(alive)
+        name = self._new_client()
         client = self.clients[name]
         client.end = "aborted"
-        if client.placed is not None:
-            decode = self.world.by_id(client.placed.decode)
-            if decode is not None:
-                decode.mailbox.append(CancelAttempt(attempt=AttemptId(name, client.number)))
-        self._end(name, "aborted")
+        question = self._question(name)
+        event = AttemptEnded(attempt=question.attempt, outcome="aborted")
+        self._coordinate(lambda: self.state.ended(event, self.world.now))
+        self._coordinate(lambda: self.state.place(question, self.world.now))
+        assert question.attempt not in self.state.leases
+        assert question.attempt not in self.state.waiting
 
     def report(self) -> None:
         self._report(self.rng.choice(self.world.workers))
@@ -203,6 +208,9 @@ class ClusterWorld:
         self.validate()
         for worker in self.world.workers:
             assert worker.scheduler.idle
+        for attempt in self.world.cancelled_early:
+            assert self.world.outcome(attempt) in ("aborted", None)  # None: with its worker
+            assert not self.world.answer(attempt), f"{attempt} was cancelled and ran"
 
     def validate(self) -> None:
         self.world.validate()
@@ -214,6 +222,29 @@ class ClusterWorld:
                 assert client.sent == expected, f"{name}: an answer that is not whole"
 
     # --- within ---
+
+    def _new_client(
+        self,
+        length: int | None = None,
+        max_tokens: int | None = None,
+        priority: int | None = None,
+    ) -> str:
+        name = f"r{len(self.clients)}"
+        self.clients[name] = Client(
+            prompt=random_prompt(self.rng, length or self.rng.randrange(1, 160), self.shared),
+            max_tokens=max_tokens or self.rng.randrange(1, 30),
+            priority=self.rng.randrange(3) if priority is None else priority,
+        )
+        return name
+
+    def _leave(self, name: str) -> None:
+        client = self.clients[name]
+        client.end = "aborted"
+        if client.placed is not None:
+            decode = self.world.by_id(client.placed.decode)
+            if decode is not None:
+                decode.mailbox.append(CancelAttempt(attempt=AttemptId(name, client.number)))
+        self._end(name, "aborted")
 
     def _busy(self) -> bool:
         return any(worker.mailbox or not worker.scheduler.idle for worker in self.world.workers)
@@ -242,10 +273,10 @@ class ClusterWorld:
             elif answer.reply.status != 503:
                 client.end = f"rejected: {answer.reply.message}"
 
-    def _ask(self, name: str) -> None:
+    def _question(self, name: str) -> PlaceRequest:
         client = self.clients[name]
         tokens = self._tokens(client)
-        request = PlaceRequest(
+        return PlaceRequest(
             attempt=AttemptId(name, client.number),
             gateway="gateway-0",
             prompt_len=len(tokens),
@@ -256,6 +287,9 @@ class ClusterWorld:
             retractions=client.retractions,
             blocks=pack_hashes(block_hashes(tokens, max(BLOCK, self.page_size))),
         )
+
+    def _ask(self, name: str) -> None:
+        request = self._question(name)
         if self._lost():
             return  # the gateway asks again in `settle`, or after a restart
         for _ in range(2 if self._lost() else 1):

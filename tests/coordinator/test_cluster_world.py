@@ -80,6 +80,10 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.abort()
 
     @rule()
+    def leave_at_once(self) -> None:
+        self.cluster.leave_at_once()
+
+    @rule()
     def kill(self) -> None:
         self.cluster.kill()
 
@@ -98,6 +102,7 @@ class ClusterMachine(RuleBasedStateMachine):
             SEEN.update(self.cluster.outcomes)
             SEEN["preempted"] += self.cluster.preemptions
             SEEN["restarts"] += self.cluster.restarts
+            SEEN["cancelled early"] += len(self.cluster.world.cancelled_early)
 
 
 def run_machine(examples: int, steps: int) -> None:
@@ -114,7 +119,7 @@ def run_machine(examples: int, steps: int) -> None:
         ),
     )
     # It has met what it is about.
-    for what in ("refused", "retracted", "failed", "preempted", "restarts"):
+    for what in ("refused", "retracted", "failed", "preempted", "restarts", "cancelled early"):
         assert SEEN[what], (what, SEEN)
 
 

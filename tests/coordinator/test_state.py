@@ -156,6 +156,15 @@ def test_a_withdrawn_request_is_not_placed() -> None:
     state.validate()
 
 
+def test_an_end_that_overtakes_its_question_withdraws_it() -> None:
+    """They come by different queues of the actor: nobody waits for the answer any more."""
+    state = cluster()
+    assert state.ended(ended("a", "aborted"), 0.0) == []
+    assert rejection(state.place(request("a"), 0.1)).reason == "withdrawn"
+    placement(state.place(request("a", 1), 0.2))
+    state.validate()
+
+
 def test_an_unclaimed_placement_expires() -> None:
     state = cluster()
     placement(state.place(request("a"), 0.0))

@@ -19,12 +19,16 @@ from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.draw import Drawn
 from pd_cluster.types import (
+    AbortPrefill,
     AttemptId,
+    CancelAttempt,
     IntArray,
+    MakeRoom,
     Output,
     Route,
     SamplingParams,
     StartAttempt,
+    StartPrefill,
     WorkerId,
     pack_ints,
 )
@@ -132,6 +136,8 @@ class Transfer:
 
 
 GOOD, BAD = b"good", b"bad!"
+# What comes by calls to an actor, which may overtake each other and everything else.
+CALLS = (StartAttempt, CancelAttempt, MakeRoom, StartPrefill, AbortPrefill)
 
 
 @dataclass
@@ -146,6 +152,11 @@ class World:
     # Pages travel with checksums; of how many more writes these will not hold.
     verify: bool = False
     corrupt: int = 0
+    # Whether messages overtake each other, and how many have.
+    reorder: bool = False
+    overtaken: int = 0
+    # Attempts whose cancel came before their start.
+    cancelled_early: set[AttemptId] = field(default_factory=set)
 
     @classmethod
     def make(
@@ -250,7 +261,7 @@ class World:
     def _do(self, kind: str, subject: object) -> bool:
         if kind == "mail":
             assert isinstance(subject, FakeWorker)
-            self._obey(subject, subject.scheduler.handle(subject.mailbox.popleft(), self.now))
+            self._obey(subject, subject.scheduler.handle(self._receive(subject), self.now))
         elif kind == "land":
             assert isinstance(subject, Transfer)
             self._land(subject)
@@ -258,6 +269,21 @@ class World:
             assert isinstance(subject, FakeWorker)
             return self._compute(subject)
         return True
+
+    def _receive(self, worker: FakeWorker) -> Event:
+        """The next message: the oldest, or one of the calls that have overtaken it."""
+        mailbox, index = worker.mailbox, 0
+        if self.reorder and self.rng.random() < 0.5:
+            calls = [i for i, event in enumerate(mailbox) if isinstance(event, CALLS)]
+            index = self.rng.choice(calls or [0])
+        self.overtaken += index > 0
+        event = mailbox[index]
+        del mailbox[index]
+        if isinstance(event, CancelAttempt):
+            unborn = (e.attempt for e in mailbox if isinstance(e, StartAttempt))
+            if event.attempt in unborn:
+                self.cancelled_early.add(event.attempt)
+        return event
 
     def _compute(self, worker: FakeWorker) -> bool:
         batch, instructions = worker.scheduler.plan(self.now)

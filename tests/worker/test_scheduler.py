@@ -179,6 +179,19 @@ def test_stale_and_unknown_messages_are_ignored() -> None:
     assert world.answer(attempt) == expected_answer(prompt_of(10), 8)
 
 
+def test_a_cancel_that_overtakes_its_start_ends_it_before_it_begins() -> None:
+    """Ray keeps no order: a long prompt is passed by the small message that cancels it."""
+    world = World.make(14)
+    decode = world.worker("decode-0")
+    decode.mailbox.append(CancelAttempt(attempt=AttemptId("a", 0)))
+    attempt = world.request(prompt_of(10), name="a")
+    other = world.request(prompt_of(10), name="a", number=1)
+    finish(world)
+    (output,) = world.outputs[attempt]
+    assert (output.outcome, output.number) == ("aborted", 0)
+    assert world.answer(other) == expected_answer(prompt_of(10), 8)
+
+
 @pytest.mark.parametrize(("step_tokens", "sizes"), [(None, [10]), (25, [10, 10, 5]), (4, [4])])
 def test_a_step_has_room_for_chunks_of_several_prompts(
     step_tokens: int | None, sizes: list[int]
