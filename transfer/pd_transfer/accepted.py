@@ -258,6 +258,7 @@ class AcceptedLink(Link):
     def _write_ended(self, service: _Service, error: Exception | None = None) -> None:
         post, job = service.post, service.job
         del self._services[post.id]
+        service.job = None  # which holds the service: a cycle would wait for the collector
         if service.admitted:
             self.owner.state.regions.release(post.regions)
         if isinstance(job, Receiving) and job.discard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -18,13 +19,14 @@ from pd_transfer.messages import (
     encode,
 )
 
-_READ: Final = 256 * 1024
+# Of what malloc hands out quickly: 256 KiB would be mapped and unmapped for every message.
+_READ: Final = 64 * 1024
 
 
 class Connection:
     """Calls `received` for each message and `closed` once, with why.
 
-    In the loop's thread, but for `send`, which any may call.
+    In the loop's thread, but for `send` and `take_here`, which any may call.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Connection:
         self._out = bytearray()
         self._limit = STRANGER_FRAME
         self._waiting_to_write = False
+        self._taken_elsewhere = False
         self._lock = threading.Lock()
         self.open = True
         sock.setblocking(False)
@@ -52,6 +55,8 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self._readable = select.poll()
+        self._readable.register(sock.fileno(), select.POLLIN)
         loop.watch(sock.fileno(), self._ready)
 
     def trust(self) -> None:
@@ -66,6 +71,41 @@ class Connection:
                 self._out += HEADER.pack(len(body)) + body
                 self._flush()
         return body
+
+    def take_here(self, milliseconds: int) -> bool:
+        """Wait for what comes next and handle it in this thread; the loop's is not woken for it.
+
+        False if that cannot be: another thread does so, or the loop's is at work.
+        """
+        turn = self._loop.turn
+        if not turn.acquire(blocking=False):
+            return False
+        try:
+            if not self.open or self._taken_elsewhere or self._loop.is_current():
+                return False
+            self._take_elsewhere(True)
+        finally:
+            turn.release()
+        self._readable.poll(milliseconds)
+        with turn:
+            if self.open:
+                self._loop.stand_in(self._read)
+            # Last, for readiness would wake the loop's thread.
+            self._take_elsewhere(False)
+        return True
+
+    def _take_elsewhere(self, elsewhere: bool) -> None:
+        with self._lock:
+            self._taken_elsewhere = elsewhere
+            if self.open:
+                self._watch()
+
+    def _watch(self) -> None:
+        self._loop.interest(
+            self._sock.fileno(),
+            readable=not self._taken_elsewhere,
+            writable=self._waiting_to_write,
+        )
 
     def close(self) -> None:
         """Close without calling `closed`."""
@@ -113,7 +153,7 @@ class Connection:
             self._out.clear()
         if bool(self._out) != self._waiting_to_write:
             self._waiting_to_write = bool(self._out)
-            self._loop.interest(self._sock.fileno(), writable=self._waiting_to_write)
+            self._watch()
 
     def _read(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ from pd_transfer.messages import (
 from pd_transfer.metadata import Metadata
 from pd_transfer.state import Transfer
 from pd_transfer.tcp_wire import TcpWire
+from pd_transfer.ucx_wire import UcxWire
 from pd_transfer.wire import Receiving, Sending
 
 
@@ -205,6 +207,17 @@ class DialedLink(Link):
             if self.open:
                 self.connection.send(message)
             return self.open
+
+    def take_here(self, seconds: float) -> bool:
+        """From any thread: wait for news and take them without the loop's help.
+
+        False if it cannot; UCX is spoken to by one thread alone.
+        """
+        return (
+            self.open
+            and not isinstance(self._wire, UcxWire)
+            and self.connection.take_here(math.ceil(seconds * 1e3))
+        )
 
     def submit(self, transfer: Transfer) -> None:
         if self.open:
@@ -373,6 +386,7 @@ class DialedLink(Link):
             return
         del self._operations[operation.id]
         del self._by_transfer[operation.transfer]
+        operation.job = None  # which holds the operation: a cycle would wait for the collector
         reading = operation.transfer.operation == nixl_xfer_op_t.NIXL_READ
         if reading and not operation.refused:
             completed = operation.error is None

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import select
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -26,6 +27,7 @@ from pd_transfer.regions import Vector
 _PIECES: Final = 1024
 # What one system call moves at most: the thread cannot be spoken to meanwhile, about 2 ms.
 _STEP: Final = 16 * 1024 * 1024
+_IOVEC: Final = struct.Struct("=QQ")
 
 # With the GIL released. A plain CDLL function cannot be given a void* as an int without argtypes.
 _read: Final = ctypes.CDLL(None, use_errno=True).process_vm_readv
@@ -44,8 +46,11 @@ class PeerEnded(Exception):
     """The process that was to be read from is no longer there."""
 
 
-def read_memory(pid: int, local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64]) -> int:
-    """Copy (R, 2) uint64 pieces (address, bytes) of process `pid` into (R, 2) of ours, in order.
+def read_memory(pid: int, local: bytes | int, remote: bytes | int, count: int) -> int:
+    """Copy pieces of process `pid`'s memory into as many of ours, in order.
+
+    Args:
+        local: `count` iovecs (uint64 address, bytes), or where they are; `remote` likewise.
 
     Returns:
         The bytes copied, at least 1; fewer than asked for if a later piece cannot be read.
@@ -54,10 +59,10 @@ def read_memory(pid: int, local: npt.NDArray[np.uint64], remote: npt.NDArray[np.
         PeerEnded: no such process.
         nixlBackendError: the first piece is not mapped on one side, or tracing is forbidden.
     """
-    count: int = _read(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
-    if count > 0:
-        return count
-    code = ctypes.get_errno() if count < 0 else errno.EFAULT
+    copied: int = _read(pid, local, count, remote, count, 0)
+    if copied > 0:
+        return copied
+    code = ctypes.get_errno() if copied < 0 else errno.EFAULT
     if code == errno.ESRCH:
         raise PeerEnded
     raise nixlBackendError(f"cannot read process {pid}: {os.strerror(code)}")
@@ -74,29 +79,43 @@ class Copy:
         ended: Callable[[Exception | None], None],
     ) -> None:
         self.ended = ended
-        self._local, self._remote = _pieces(local, remote, lengths)
+        self._runs = local, remote, lengths
+        self._tables: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._next = 0
 
     def step(self, pid: int) -> bool:
         """Copy one portion; True when that was the last."""
+        if self._tables is None:
+            local, remote, lengths = self._runs
+            # A page alone: its latency counts. What is not read whole is tried again below.
+            if len(lengths) == 1 and (nbytes := int(lengths[0])) <= _STEP:
+                here, there = _IOVEC.pack(local[0], nbytes), _IOVEC.pack(remote[0], nbytes)
+                if read_memory(pid, here, there, 1) == nbytes:
+                    return True
+            self._tables = _pieces(local, remote, lengths)
+        return self._step(pid, *self._tables)
+
+    def _step(
+        self, pid: int, local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64]
+    ) -> bool:
         start = self._next
-        if start == len(self._local):
+        if start == len(local):
             return True
-        stop = min(start + _PIECES, len(self._local))
-        wanted = int(self._local[start:stop, 1].sum())
+        stop = min(start + _PIECES, len(local))
+        wanted = int(local[start:stop, 1].sum())
         while wanted > _STEP and stop > start + 1:
             stop = start + max(1, (stop - start) * _STEP // wanted)
-            wanted = int(self._local[start:stop, 1].sum())
-        done = read_memory(pid, self._local[start:stop], self._remote[start:stop])
+            wanted = int(local[start:stop, 1].sum())
+        done = read_memory(pid, local[start:].ctypes.data, remote[start:].ctypes.data, stop - start)
         if done < wanted:  # the rest of the piece it stopped in is tried again, and raises
-            ends = np.cumsum(self._local[start:stop, 1])
+            ends = np.cumsum(local[start:stop, 1])
             stop = start + int(np.searchsorted(ends, done, side="right"))
             part = np.uint64(done - (int(ends[stop - start - 1]) if stop > start else 0))
-            for side in (self._local, self._remote):
+            for side in (local, remote):
                 side[stop, 0] += part
                 side[stop, 1] -= part
         self._next = stop
-        return stop == len(self._local)
+        return stop == len(local)
 
 
 def _pieces(

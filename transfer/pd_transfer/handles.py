@@ -65,15 +65,22 @@ class nixl_prepped_dlist_handle(_Handle):
     def release(self) -> None:
         self._released = True
 
-    def _select(self, indices: list[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _select(self, indices: list[int] | npt.NDArray[np.int64]) -> tuple[Rows, RegionIds]:
+        """The chosen rows and their regions; not to be written to."""
         chosen = np.asarray(indices)
         if chosen.ndim != 1 or not len(chosen):
             raise nixlInvalidParamError("indices are a non-empty list or 1-D array")
-        if not np.issubdtype(chosen.dtype, np.integer):
+        if chosen.dtype.kind not in "iu":
             raise nixlInvalidParamError(f"indices are integers, not {chosen.dtype}")
-        if int(chosen.min()) < 0 or int(chosen.max()) >= len(self._rows):
+        if len(chosen) == 1:  # a page alone: its latency counts
+            lowest = highest = int(chosen[0])
+        else:
+            lowest, highest = int(chosen.min()), int(chosen.max())
+        if lowest < 0 or highest >= len(self._rows):
             raise nixlInvalidParamError(f"an index is out of range: {len(self._rows)} descriptors")
-        return chosen
+        if len(chosen) == 1:
+            return self._rows[lowest : lowest + 1], self._regions[lowest : lowest + 1]
+        return self._rows[chosen], self._regions[chosen]
 
 
 class nixl_xfer_handle(_Handle):

@@ -31,9 +31,14 @@ class Timer:
 
 
 class Loop:
-    """All of it but `call`, `stop` and `is_current` belongs to the thread itself."""
+    """All of it but `call`, `stop` and `is_current` belongs to who holds `turn`.
+
+    That is the thread itself, but while it sleeps. Another thread that waits for what this one
+    would wake it for may do that work in its place, which saves a waking (`Connection.take_here`).
+    """
 
     def __init__(self, name: str) -> None:
+        self.turn = threading.RLock()
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -96,26 +101,42 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
 
+    def stand_in(self, function: Callable[[], None]) -> None:
+        """With the turn, from another thread: do this as the thread would."""
+        self._guarded(function)
+        if self._busy and not self._stopping:
+            os.eventfd_write(self._wake, 1)
+
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
 
     def _run(self) -> None:
+        ready: list[tuple[int, int]] = []
         try:
-            while not (self._stopping and not self._calls):
-                self._once()
+            while True:
+                with self.turn:
+                    self._handle(ready)
+                    if self._stopping and not self._calls:
+                        return
+                    timeout = self._work()
+                ready = self._epoll.poll(timeout)
         finally:
             with self._lock:
                 self._stopping = True
                 os.close(self._wake)
             self._epoll.close()
 
-    def _once(self) -> None:
+    def _work(self) -> float | None:
+        """What needs no descriptor to be ready. Returns how long to sleep then."""
         while self._calls:
             self._guarded(self._calls.popleft())
         for what in list(self._busy):
             if what in self._busy:
                 self._guarded(partial(self._progress, what))
-        for fd, _ in self._epoll.poll(self._timeout()):
+        return self._timeout()
+
+    def _handle(self, ready: list[tuple[int, int]]) -> None:
+        for fd, _ in ready:
             handler = self._handlers.get(fd)
             # An earlier handler of this round may have closed it.
             if handler is not None:

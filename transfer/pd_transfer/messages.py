@@ -226,7 +226,10 @@ def unpack_runs(post: Post) -> tuple[Vector, Vector]:
     if post.uniform:
         if not 0 < post.uniform <= MAX_TRANSFER_BYTES:
             raise ProtocolError("a length out of range")
-        lengths = np.full(len(addresses), post.uniform, np.uint64)
+        lengths = np.array([post.uniform], np.uint64)
+        if len(addresses) == 1:
+            return addresses, lengths
+        lengths = lengths.repeat(len(addresses))
         if len(lengths) * post.uniform > MAX_TRANSFER_BYTES:
             raise ProtocolError("a transfer out of range")
         return addresses, lengths

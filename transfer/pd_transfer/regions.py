@@ -64,12 +64,10 @@ def _find(regions: Sequence[Region], addresses: Vector, lengths: Vector) -> Regi
     found = np.full(len(addresses), -1, np.int64)
     if not regions:
         return found
-    if len(addresses) == 1:  # a page alone: its latency counts
-        first, length = int(addresses[0]), int(lengths[0])
-        for region in regions:
-            if region.address <= first and first + length <= region.address + region.length:
-                found[0] = region.id
-                break
+    if len(addresses) == 1:
+        region = _containing(regions, addresses, lengths)
+        if region is not None:
+            found[0] = region.id
         return found
     regions = sorted(regions, key=lambda region: region.address)
     starts = np.array([r.address for r in regions], np.uint64)
@@ -90,6 +88,15 @@ def _find(regions: Sequence[Region], addresses: Vector, lengths: Vector) -> Regi
         if not len(left):
             break
     return found
+
+
+def _containing(regions: Sequence[Region], addresses: Vector, lengths: Vector) -> Region | None:
+    """The region of one piece alone, without numpy: its latency counts."""
+    first, length = int(addresses[0]), int(lengths[0])
+    for region in regions:
+        if region.address <= first and first + length <= region.address + region.length:
+            return region
+    return None
 
 
 class RegionTable:
@@ -182,6 +189,8 @@ class RegionTable:
         try:
             with self._lock:
                 named = [self._regions[id] for id in ids]
+            if len(addresses) == 1 and _containing(named, addresses, lengths) is not None:
+                return
             _require_all(_find(named, addresses, lengths), addresses, lengths)
         except nixlNotFoundError:
             self.release(ids)

@@ -172,7 +172,7 @@ class State:
             for name, change in changes.items():
                 self._counts[name] += change
 
-    def pause(self, transfer: Transfer) -> None:
+    def pause(self, transfer: Transfer, wait: Callable[[Transfer, float], bool]) -> None:
         """Wait a moment for its end, unless somebody has just waited for another's.
 
         A caller that asks in a loop would keep the GIL from the agent's thread, for which it is
@@ -187,12 +187,13 @@ class State:
         if waiting and now - self._paused < pause:
             return
         self._paused_for = transfer
-        if transfer.waiter is None:
-            waiter = threading.Lock()
-            waiter.acquire()
-            transfer.waiter = waiter
-        if not transfer.ended and transfer.waiter.acquire(timeout=pause):
-            transfer.waiter.release()  # for others that wait
+        if not wait(transfer, pause):
+            if transfer.waiter is None:
+                waiter = threading.Lock()
+                waiter.acquire()
+                transfer.waiter = waiter
+            if not transfer.ended and transfer.waiter.acquire(timeout=pause):
+                transfer.waiter.release()  # for others that wait
         self._paused = time.monotonic()
 
     def statistics(self) -> Statistics:
@@ -259,6 +260,13 @@ class Backend(ABC):
 
     @abstractmethod
     def post(self, transfer: Transfer) -> None: ...
+
+    def wait(self, transfer: Transfer, seconds: float) -> bool:
+        """Wait for news of its peer, and take them in the caller's thread.
+
+        False, at once, where only the backend's own thread takes them.
+        """
+        return False
 
     @abstractmethod
     def abort(self, transfer: Transfer) -> None:

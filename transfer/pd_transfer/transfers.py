@@ -117,14 +117,12 @@ class TransferCalls(AgentBase):
         remote_xfer_side._check(self)
         if local_xfer_side._peer is not None or remote_xfer_side._peer is None:
             raise nixlInvalidParamError("the local side comes first, then a remote one")
-        mine = local_xfer_side._select(local_indices)
-        theirs = remote_xfer_side._select(remote_indices)
-        if len(mine) != len(theirs):
-            raise nixlInvalidParamError(f"{len(mine)} local and {len(theirs)} remote indices")
-        local, remote = local_xfer_side._rows[mine], remote_xfer_side._rows[theirs]
-        if not np.array_equal(local[:, 1], remote[:, 1]):
+        local, local_ids = local_xfer_side._select(local_indices)
+        remote, remote_ids = remote_xfer_side._select(remote_indices)
+        if len(local) != len(remote):
+            raise nixlInvalidParamError(f"{len(local)} local and {len(remote)} remote indices")
+        if not (local[:, 1] == remote[:, 1]).all():
             raise nixlInvalidParamError("a pair of descriptors has unequal lengths")
-        local_ids, remote_ids = local_xfer_side._regions[mine], remote_xfer_side._regions[theirs]
         name, generation = remote_xfer_side._peer, self._state.generation
         if name != self.name:
             known = self._peer(name)
@@ -136,7 +134,7 @@ class TransferCalls(AgentBase):
             peer=name,
             generation=generation,
             runs=merge(local, remote, local_ids, remote_ids),
-            descriptors=len(mine),
+            descriptors=len(local),
             local_regions=_distinct(local_ids),
             remote_regions=_distinct(remote_ids),
             notification=notif_msg or None,
@@ -223,7 +221,7 @@ class TransferCalls(AgentBase):
         if post is None:
             raise nixlNotPostedError(f"{handle!r} has not been posted")
         if not post.ended:
-            self._state.pause(post)
+            self._state.pause(post, self._backend.wait)
         return _state(post)
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlXferTelemetry:

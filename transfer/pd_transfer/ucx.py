@@ -146,6 +146,11 @@ class UcxBackend(Backend):
         if link is None or link.generation != transfer.generation or not link.post_now(transfer):
             self._call(lambda: self._post(transfer), transfer)
 
+    def wait(self, transfer: Transfer, seconds: float) -> bool:
+        link = self._dialed.get(transfer.peer)
+        # A callback is promised the loop's thread.
+        return link is not None and self.state.callback is None and link.take_here(seconds)
+
     def abort(self, transfer: Transfer) -> None:
         self.loop.call(lambda: self._abort(transfer))
 
