@@ -16,6 +16,10 @@ from tests.transfer.conftest import World
 from tests.transfer.node import eventually
 
 
+def never() -> bool:
+    return False
+
+
 class Ends:
     """A connection whose received messages are noted with the thread that took them."""
 
@@ -31,7 +35,7 @@ class Ends:
         self.loop.start()
 
     def _received(self, message: Message, body: bytes) -> None:
-        self.nested.append(self.connection.take_here(0))
+        self.nested.append(self.connection.take_here(0, never))
         self.taken.append((message, threading.current_thread()))
 
     def say(self, number: int) -> None:
@@ -51,7 +55,7 @@ def ends(later: Callable[[Any], Any]) -> Ends:
 def test_a_waiting_thread_takes_what_comes_and_the_loop_what_comes_later(ends: Ends) -> None:
     with ends.loop.turn:  # the loop's thread cannot be faster
         ends.say(1)
-        assert ends.connection.take_here(30_000)
+        assert ends.connection.take_here(30_000, never)
     assert ends.taken == [(Done(1), threading.current_thread())]
     ends.say(2)
     eventually(lambda: len(ends.taken) == 2)
@@ -62,10 +66,16 @@ def test_a_waiting_thread_takes_what_comes_and_the_loop_what_comes_later(ends: E
 def test_the_end_of_a_connection_is_told_once_wherever_it_is_noticed(ends: Ends) -> None:
     with ends.loop.turn:
         ends.peer.close()
-        assert ends.connection.take_here(30_000)
+        assert ends.connection.take_here(30_000, never)
         assert ends.ended == ["connection closed"]
-    assert not ends.connection.take_here(30_000)
+    assert not ends.connection.take_here(30_000, never)
     assert ends.ended == ["connection closed"]
+
+
+def test_nobody_waits_for_what_has_happened(ends: Ends) -> None:
+    assert ends.connection.take_here(10**9, lambda: True)
+    ends.say(1)
+    eventually(lambda: ends.taken == [(Done(1), ends.loop._thread)])
 
 
 def test_nobody_waits_while_the_loop_is_at_work(ends: Ends) -> None:
@@ -73,7 +83,7 @@ def test_nobody_waits_while_the_loop_is_at_work(ends: Ends) -> None:
     ends.loop.call(lambda: (working.set(), go_on.wait(30), None)[2])
     assert working.wait(30)
     try:
-        assert not ends.connection.take_here(30_000)
+        assert not ends.connection.take_here(30_000, never)
     finally:
         go_on.set()
 

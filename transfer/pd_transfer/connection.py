@@ -72,10 +72,14 @@ class Connection:
                 self._flush()
         return body
 
-    def take_here(self, milliseconds: int) -> bool:
+    def take_here(self, milliseconds: int, needless: Callable[[], bool]) -> bool:
         """Wait for what comes next and handle it in this thread; the loop's is not woken for it.
 
-        False if that cannot be: another thread does so, or the loop's is at work.
+        Args:
+            needless: what is waited for has happened already; asked while nothing can happen.
+
+        Returns:
+            False if that cannot be: another thread does so, or the loop's is at work.
         """
         turn = self._loop.turn
         if not turn.acquire(blocking=False):
@@ -83,6 +87,8 @@ class Connection:
         try:
             if not self.open or self._taken_elsewhere or self._loop.is_current():
                 return False
+            if needless():
+                return True
             self._take_elsewhere(True)
         finally:
             turn.release()

@@ -208,15 +208,15 @@ class DialedLink(Link):
                 self.connection.send(message)
             return self.open
 
-    def take_here(self, seconds: float) -> bool:
-        """From any thread: wait for news and take them without the loop's help.
+    def take_here(self, transfer: Transfer, seconds: float) -> bool:
+        """From any thread: wait for news of it and take them without the loop's help.
 
         False if it cannot; UCX is spoken to by one thread alone.
         """
         return (
             self.open
             and not isinstance(self._wire, UcxWire)
-            and self.connection.take_here(math.ceil(seconds * 1e3))
+            and self.connection.take_here(math.ceil(seconds * 1e3), lambda: transfer.ended)
         )
 
     def submit(self, transfer: Transfer) -> None:

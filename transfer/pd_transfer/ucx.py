@@ -149,7 +149,9 @@ class UcxBackend(Backend):
     def wait(self, transfer: Transfer, seconds: float) -> bool:
         link = self._dialed.get(transfer.peer)
         # A callback is promised the loop's thread.
-        return link is not None and self.state.callback is None and link.take_here(seconds)
+        if link is None or self.state.callback is not None:
+            return False
+        return link.take_here(transfer, seconds)
 
     def abort(self, transfer: Transfer) -> None:
         self.loop.call(lambda: self._abort(transfer))
