@@ -15,7 +15,7 @@ from pd_kernels.rms_norm import FUSED_ADD_RMS_NORM, RMS_NORM
 from pd_kernels.rope import ROPE
 from pd_kernels.silu_and_mul import SILU_AND_MUL
 
-# page_gather is not among them: on the CPU torch's own indexing is its kernel.
+# page_gather and filter_probabilities are not among them: on the CPU they are torch's own.
 OPS: tuple[Op[Callable[..., Any]], ...] = (
     DECODE_ATTENTION,
     FUSED_ADD_RMS_NORM,

@@ -47,6 +47,12 @@ class ForwardBatch:
     ctx_lens: Tensor  # [B] int32
     num_decode: int
     logits_rows: Tensor  # int64, rows of N whose logits are wanted
+    on_host: ForwardBatch | None = None  # of a batch on another device: it on the CPU
+
+    @property
+    def host(self) -> ForwardBatch:
+        """The batch on the CPU: what is planned by it waits for no device."""
+        return self if self.on_host is None else self.on_host
 
     def tensors(self) -> dict[str, Tensor]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -69,7 +75,9 @@ class ForwardBatch:
         for view, each in zip(views(packed), tensors.values(), strict=True):
             view.copy_(each)
         moved = views(packed.to(device, non_blocking=True))
-        return ForwardBatch(**dict(zip(tensors, moved, strict=True)), num_decode=self.num_decode)
+        return ForwardBatch(
+            **dict(zip(tensors, moved, strict=True)), num_decode=self.num_decode, on_host=self.host
+        )
 
 
 def build_batch(

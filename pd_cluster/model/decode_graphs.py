@@ -2,28 +2,25 @@
 
 A graph has the batch size and the addresses that it was captured with. So there is one for each of
 some sizes, a batch is filled up to the next of them with rows that write nothing, and all inputs
-are copied into the same memory every time.
+are copied into the same memory every time. What the host plans by a batch's lengths, it plans
+before each replay.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.decoder import Decoder, KVPages
+from pd_kernels import CapturedAttention
 
 # Runs a function once and captures it: returns what replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-
-
-class Forward(Protocol):
-    """A decoder over one page pool."""
-
-    def __call__(self, batch: ForwardBatch) -> Tensor: ...
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -35,66 +32,70 @@ def bucket_sizes(most: int) -> list[int]:
     return sizes[: covering + 1]
 
 
+def filling(size: int) -> ForwardBatch:
+    """Decode rows that write nothing, for they have no slot (-1), and look at one token of page 0:
+    without any, some kernels give what is not a number."""
+    rows = torch.arange(size + 1, dtype=torch.int32)
+    return ForwardBatch(
+        input_ids=torch.zeros(size, dtype=torch.int64),
+        positions=torch.zeros(size, dtype=torch.int64),
+        slots=torch.full((size,), -1),
+        q_indptr=rows,
+        kv_indptr=rows,
+        kv_indices=torch.zeros(size, dtype=torch.int32),
+        ctx_lens=torch.ones(size, dtype=torch.int32),
+        num_decode=size,
+        logits_rows=torch.arange(size),
+    )
+
+
 def filled_up(batch: ForwardBatch, size: int) -> ForwardBatch:
-    """The decode batch with rows added up to `size`: they have no context and no slot (-1).
+    """The decode batch with `filling` added up to `size` rows.
 
     Every row's logits come, in the rows' order.
     """
-    extra = size - batch.num_decode
-    assert extra >= 0
     assert batch.num_decode == len(batch.input_ids)
-
-    def longer(values: Tensor, fill: int) -> Tensor:
-        return torch.cat([values, values.new_full((extra,), fill)])
-
+    extra = filling(size - batch.num_decode)
+    pages = extra.kv_indptr[1:] + batch.kv_indptr[-1:]
     return ForwardBatch(
-        input_ids=longer(batch.input_ids, 0),
-        positions=longer(batch.positions, 0),
-        slots=longer(batch.slots, -1),
+        input_ids=torch.cat([batch.input_ids, extra.input_ids]),
+        positions=torch.cat([batch.positions, extra.positions]),
+        slots=torch.cat([batch.slots, extra.slots]),
         q_indptr=torch.arange(size + 1, dtype=torch.int32),
-        kv_indptr=longer(batch.kv_indptr, int(batch.kv_indptr[-1])),
-        kv_indices=batch.kv_indices,
-        ctx_lens=longer(batch.ctx_lens, 0),
+        kv_indptr=torch.cat([batch.kv_indptr, pages]),
+        kv_indices=torch.cat([batch.kv_indices, extra.kv_indices]),
+        ctx_lens=torch.cat([batch.ctx_lens, extra.ctx_lens]),
         num_decode=size,
         logits_rows=torch.arange(size),
     )
 
 
 class DecodeGraphs:
-    """The decode steps of `forward`, for batches of up to `sizes[-1]` sequences.
+    """The decode steps of `decoder` over `kv`, for batches of up to `sizes[-1]` sequences.
 
-    `most_pages` bounds a batch's page table. Capturing takes `forward` to wait for nothing: see
-    `pd_kernels.triton_kernels`. Used by one thread.
+    `most_pages` bounds a batch's page table. Capturing takes a forward pass that waits for nothing:
+    see `pd_kernels.triton_kernels`. Used by one thread.
     """
 
     def __init__(
         self,
-        forward: Forward,
+        decoder: Decoder,
+        kv: KVPages,
         sizes: Sequence[int],
         most_pages: int,
         device: torch.device,
         capture: Capture | None = None,
     ) -> None:
         self.sizes = sorted(sizes)
-        self._forward = forward
-        most = self.sizes[-1]
-
-        def zeros(length: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(length, dtype=dtype, device=device)
-
-        self._inputs = ForwardBatch(
-            input_ids=zeros(most),
-            positions=zeros(most),
-            slots=zeros(most) - 1,
-            q_indptr=torch.arange(most + 1, dtype=torch.int32, device=device),
-            kv_indptr=zeros(most + 1, torch.int32),
-            kv_indices=zeros(most_pages, torch.int32),
-            ctx_lens=zeros(most, torch.int32),
-            num_decode=most,
-            logits_rows=torch.arange(most, device=device),
-        )
+        self._decoder, self._kv = decoder, kv
+        self._most_pages = most_pages
         self._device = device
+        most = self.sizes[-1]
+        # Behind a batch's own pages come those of the rows that fill it up.
+        indices = torch.zeros(most_pages + most, dtype=torch.int32, device=device)
+        self._inputs = replace(filling(most).to(device), kv_indices=indices)
         self._logits: dict[int, Tensor] = {}
+        self._attention: dict[int, CapturedAttention] = {}
         capture = capture or _CudaCapture()
         # The largest first: the others then find all of their memory in the graphs' common pool.
         self._replay = {size: capture(self._step(size)) for size in reversed(self.sizes)}
@@ -104,7 +105,7 @@ class DecodeGraphs:
         return (
             0 < batch.num_decode <= self.sizes[-1]
             and batch.num_decode == len(batch.input_ids)
-            and len(batch.kv_indices) <= len(self._inputs.kv_indices)
+            and len(batch.kv_indices) <= self._most_pages
         )
 
     def run(self, batch: ForwardBatch) -> Tensor:
@@ -113,13 +114,19 @@ class DecodeGraphs:
         They are valid until the next run.
         """
         size = self.sizes[bisect_left(self.sizes, batch.num_decode)]
-        moved = filled_up(batch, size).to(self._device).tensors()
-        for name, memory in self._inputs.tensors().items():
-            memory[: len(moved[name])].copy_(moved[name], non_blocking=True)
+        full = filled_up(batch, size)
+        if len(batch.logits_rows) < batch.num_decode:
+            full = replace(full, logits_rows=batch.logits_rows)
+        moved = full.to(self._device).tensors()
+        wanted = moved.pop("logits_rows")
+        inputs = self._inputs.tensors()
+        for name, values in moved.items():
+            inputs[name][: len(values)].copy_(values, non_blocking=True)
+        self._attention[size].plan(full)
         self._replay[size]()
         logits = self._logits[size]
-        every_row = len(batch.logits_rows) == batch.num_decode
-        return logits[: batch.num_decode] if every_row else logits[batch.logits_rows]
+        every_row = len(wanted) == size
+        return logits[: batch.num_decode] if every_row else logits[wanted]
 
     def _step(self, size: int) -> Callable[[], None]:
         inputs = self._inputs
@@ -134,9 +141,12 @@ class DecodeGraphs:
             num_decode=size,
             logits_rows=inputs.logits_rows[:size],
         )
+        attention = self._decoder.attention.captured(batch, self._kv.k(0))
+        attention.plan(filling(size))
+        self._attention[size] = attention
 
         def step() -> None:
-            self._logits[size] = self._forward(batch)
+            self._logits[size] = self._decoder.forward(batch, self._kv, attention)
 
         return step
 

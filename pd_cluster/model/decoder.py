@@ -14,11 +14,11 @@ from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.frequencies import scaled_frequencies
 from pd_cluster.model.weights import LayerWeights, ModelWeights, Weights
 from pd_kernels import (
+    AttentionHeads,
     PackedLinear,
-    decode_attention,
+    StepAttention,
     fused_add_rms_norm,
-    page_write,
-    prefill_attention,
+    paged_attention,
     rms_norm,
     rope,
     rope_cos_sin,
@@ -98,7 +98,16 @@ class Decoder:
         self._head = _Head(weights.head())
         table = rope_cos_sin(scaled_frequencies(config.rope, config.head_dim), config.max_positions)
         self._cos_sin = table.to(self._embedding.device)
-        self._scale = config.head_dim**-0.5
+        self.attention = paged_attention(
+            AttentionHeads(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.head_dim**-0.5,
+                self._embedding.dtype,
+                self._embedding.device,
+            )
+        )
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -107,16 +116,23 @@ class Decoder:
         return cls(config, Weights(folder, config, dtype, device))
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KVPages) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: KVPages, attention: StepAttention | None = None
+    ) -> Tensor:
         """Writes the new tokens' keys and values to their slots.
 
-        Returns the logits of `batch.logits_rows`, [len(logits_rows), vocab] float32.
+        `attention` is the step's where it was planned before, for a capture. Returns the logits of
+        `batch.logits_rows`, [len(logits_rows), vocab] float32.
         """
+        if attention is None:
+            attention = self.attention.step(batch, batch.host, kv.k(0))
         eps = self.config.rms_norm_eps
         residual = self._embedding[batch.input_ids]
         hidden = rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer, hidden, batch, kv.k(index), kv.v(index))
+            q, k, v = self._heads(layer, hidden, batch.positions)
+            attention.write(k, v, kv.k(index), kv.v(index))
+            attended = attention.attend(q, kv.k(index), kv.v(index)).flatten(1)
             last = index + 1 == len(self._layers)
             if last:
                 # What follows the last attention is only of use where logits are wanted.
@@ -128,47 +144,19 @@ class Decoder:
             hidden = fused_add_rms_norm(hidden, residual, norm, eps)
         return self._head(hidden)
 
-    def _attend(
-        self, layer: _Layer, hidden: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
-    ) -> Tensor:
-        """The attention of a layer, [N, num_heads * head_dim]."""
-        config, decodes = self.config, batch.num_decode
+    def _heads(
+        self, layer: _Layer, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, of a layer: [N, heads, head_dim] each."""
+        config = self.config
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
         q, k, v = torch.split(
             heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
         )
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
-        rope(q, k, batch.positions, self._cos_sin)
-        page_write(k, v, k_pages, v_pages, batch.slots)
-        parts = []
-        if decodes:
-            parts.append(
-                decode_attention(
-                    q[:decodes],
-                    k_pages,
-                    v_pages,
-                    batch.kv_indptr[: decodes + 1],
-                    batch.kv_indices,
-                    batch.ctx_lens[:decodes],
-                    self._scale,
-                )
-            )
-        if decodes < batch.ctx_lens.shape[0]:
-            parts.append(
-                prefill_attention(
-                    q[decodes:],
-                    k_pages,
-                    v_pages,
-                    batch.q_indptr[decodes:] - decodes,
-                    batch.kv_indptr[decodes:],
-                    batch.kv_indices,
-                    batch.ctx_lens[decodes:],
-                    self._scale,
-                )
-            )
-        attended = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return attended.flatten(1)
+        rope(q, k, positions, self._cos_sin)
+        return q, k, v
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Every head of [N, heads, head_dim] normed by itself."""

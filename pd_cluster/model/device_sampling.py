@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pd_cluster.model.sampling import uniform
 from pd_cluster.types import SamplingParams
+from pd_kernels import filter_probabilities
 
 
 @torch.inference_mode()
@@ -39,23 +40,19 @@ def _weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Unnormalised probabilities, those zero that min_p, top_k or top_p take out."""
     temperature = _to(logits, [each.temperature for each in params], torch.float32)
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature[:, None]).exp()
-    if any(each.min_p > 0 for each in params):
-        least = _to(logits, [each.min_p for each in params], torch.float32)
-        weights = weights.where(weights >= least[:, None], 0)
     vocab = weights.shape[1]
     top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in params]
-    if all(k == vocab for k in top_k) and all(each.top_p >= 1 for each in params):
+    if all(
+        k == vocab and each.top_p >= 1 and each.min_p <= 0
+        for k, each in zip(top_k, params, strict=True)
+    ):
         return weights
-    # Stable, so that of equal weights the lower ids stay.
-    largest, ids = weights.sort(dim=1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=logits.device)
-    largest = largest.where(rank < _to(logits, top_k, torch.int64)[:, None], 0)
-    cumulated = largest.cumsum(1, dtype=torch.float64)
-    # A token stays while those before it have not filled the nucleus yet.
-    top_p = _to(logits, [min(each.top_p, 1.0) for each in params], torch.float64)
-    full = cumulated - largest >= top_p[:, None] * cumulated[:, -1:]
-    full[:, 0] = False
-    return torch.zeros_like(weights).scatter_(1, ids, largest.masked_fill_(full, 0))
+    return filter_probabilities(
+        weights,
+        _to(logits, [each.min_p for each in params], torch.float32),
+        _to(logits, top_k, torch.int32),
+        _to(logits, [min(each.top_p, 1.0) for each in params], torch.float64),
+    )
 
 
 def _at(weights: Tensor, numbers: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ class Engine:
         # Sequences share pages, so together they may name more than the pool has.
         most_pages = self.max_running * min(pages, self.layout.num_pages)
         return DecodeGraphs(
-            lambda batch: self.decoder.forward(batch, self.layout),
+            self.decoder,
+            self.layout,
             bucket_sizes(self.max_running),
             most_pages,
             self.layout.device,

@@ -8,10 +8,17 @@ from pd_kernels import bench
 
 def test_public_names() -> None:
     assert sorted(pd_kernels.__all__) == [
+        "AttentionHeads",
+        "CapturedAttention",
         "PackedLinear",
+        "PageTables",
+        "PagedAttention",
+        "StepAttention",
         "backend_name",
         "decode_attention",
         "decode_attention_reference",
+        "filter_probabilities",
+        "filter_probabilities_reference",
         "fused_add_rms_norm",
         "fused_add_rms_norm_reference",
         "linear_reference",
@@ -21,6 +28,7 @@ def test_public_names() -> None:
         "page_scatter_reference",
         "page_write",
         "page_write_reference",
+        "paged_attention",
         "prefill_attention",
         "prefill_attention_reference",
         "rms_norm",

@@ -6,7 +6,6 @@ Its own kernels run only on a GPU: there `scripts/gpu_check` compares them with 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,60 +14,24 @@ from torch import Tensor
 import pd_kernels
 from pd_kernels import flashinfer_kernels, registry
 from pd_kernels.registry import BackendUnavailable
+from tests.kernels.fake_flashinfer import FakeFlashinfer
 
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 if torch.cuda.is_available():
     pytest.skip("the stand-in is for machines without a GPU", allow_module_level=True)
 
 
-class StandIn:
-    """The functions of flashinfer 0.6 that are used, with its parameters' names."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.norm = SimpleNamespace(rmsnorm=self._norm, fused_add_rmsnorm=self._add)
-        self.activation = SimpleNamespace(silu_and_mul=self._silu)
-        self.rope = SimpleNamespace(apply_rope_with_cos_sin_cache_inplace=self._rope)
-
-    def _norm(self, input: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self.calls.append("norm")
-        return pd_kernels.rms_norm_reference(input, weight, eps)
-
-    def _add(self, input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        self.calls.append("add")
-        out = pd_kernels.fused_add_rms_norm_reference(input, residual, weight, eps)
-        input.copy_(out)
-
-    def _silu(self, input: Tensor) -> Tensor:
-        self.calls.append("silu")
-        return pd_kernels.silu_and_mul_reference(input)
-
-    def _rope(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        head_size: int,
-        cos_sin_cache: Tensor,
-        is_neox: bool,
-    ) -> None:
-        self.calls.append("rope")
-        assert is_neox
-        q, k = (each.view(len(each), -1, head_size) for each in (query, key))
-        pd_kernels.rope_reference(q, k, positions, cos_sin_cache)
-
-
 @pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    monkeypatch.setattr(flashinfer_kernels, "_working", lambda: stand_in)
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFlashinfer]:
+    stand_in = FakeFlashinfer()
+    monkeypatch.setattr(flashinfer_kernels, "working", lambda: stand_in)
     with registry.preferring("cpu", "flashinfer", "triton"):
         yield stand_in
 
 
 @pytest.mark.parametrize(("dtype", "used"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_ops_give_the_references_results(
-    flashinfer: StandIn, dtype: torch.dtype, used: bool
+    flashinfer: FakeFlashinfer, dtype: torch.dtype, used: bool
 ) -> None:
     x, residual, gates = torch.randn(3, 2, 128).to(dtype)
     weight, before = torch.rand(128).to(dtype), x.clone()
@@ -89,10 +52,16 @@ def test_ops_give_the_references_results(
     pd_kernels.rope_reference(turned[:, :2], turned[:, 2:3], positions, table)
     pd_kernels.rope(heads[:, :2], heads[:, 2:3], positions, table)
     close(heads, turned)
-    assert flashinfer.calls == (["norm", "add", "silu", "rope"] if used else [])
+    names = [
+        "norm.rmsnorm",
+        "norm.fused_add_rmsnorm",
+        "activation.silu_and_mul",
+        "rope.apply_rope_with_cos_sin_cache_inplace",
+    ]
+    assert flashinfer.names() == (names if used else [])
 
 
-def test_rows_that_are_no_whole_vectors_go_to_triton(flashinfer: StandIn) -> None:
+def test_rows_that_are_no_whole_vectors_go_to_triton(flashinfer: FakeFlashinfer) -> None:
     x, weight = torch.randn(2, 7).bfloat16(), torch.ones(7).bfloat16()
     pd_kernels.rms_norm(x, weight, 1e-5)
     pd_kernels.silu_and_mul(torch.randn(2, 24).bfloat16())
@@ -102,7 +71,7 @@ def test_rows_that_are_no_whole_vectors_go_to_triton(flashinfer: StandIn) -> Non
     assert flashinfer.calls == []
 
 
-def test_attention_and_page_writes_stay_with_triton(flashinfer: StandIn) -> None:
+def test_ops_without_a_plan_stay_with_triton(flashinfer: FakeFlashinfer) -> None:
     assert pd_kernels.backend_name("cpu") == "flashinfer+triton"
 
 

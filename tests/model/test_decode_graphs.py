@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
+from pd_cluster.model.batch import Chunk, build_batch
 from pd_cluster.model.decode_graphs import DecodeGraphs, bucket_sizes, filled_up
 from pd_cluster.model.decoder import Decoder
 from pd_kernels import registry
@@ -40,8 +40,9 @@ def test_filling_up_adds_rows_that_write_nothing() -> None:
     full = filled_up(batch, 4)
     assert full.num_decode == 4
     assert full.slots.tolist() == [1, 2, -1, -1]
-    assert full.ctx_lens.tolist() == [3, 1, 0, 0]
-    assert full.kv_indptr.tolist() == [0, 3, 4, 4, 4]
+    assert full.ctx_lens.tolist() == [3, 1, 1, 1]
+    assert full.kv_indptr.tolist() == [0, 3, 4, 5, 6]
+    assert full.kv_indices.tolist() == [7, 3, 1, 2, 0, 0]
     assert full.q_indptr.tolist() == full.logits_rows.tolist() + [4] == [0, 1, 2, 3, 4]
     assert full.input_ids.tolist() == [5, 6, 0, 0]
     assert full.positions.tolist() == [2, 0, 0, 0]
@@ -74,10 +75,7 @@ def test_replayed_steps_are_those_of_a_plain_forward_pass(runner: Runner) -> Non
         captured.append(step)
         return step
 
-    def forward(batch: ForwardBatch) -> torch.Tensor:
-        return runner.decoder.forward(batch, runner.kv)
-
-    graphs = DecodeGraphs(forward, [1, 4], 64, CPU, capture)
+    graphs = DecodeGraphs(runner.decoder, runner.kv, [1, 4], 64, CPU, capture)
     assert len(captured) == 2
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
     pages = [runner.pages(12) for _ in prompts]
@@ -89,15 +87,13 @@ def test_replayed_steps_are_those_of_a_plain_forward_pass(runner: Runner) -> Non
         assert graphs.fits(batch)
         got = graphs.run(batch).clone()
         written = runner.kv.buffer.clone()
-        torch.testing.assert_close(got, forward(batch))
+        torch.testing.assert_close(got, runner.decoder.forward(batch, runner.kv))
         # Neither path wrote anything that the other did not.
         torch.testing.assert_close(runner.kv.buffer, written)
 
 
 def test_other_batches_do_not_fit(runner: Runner) -> None:
-    graphs = DecodeGraphs(
-        lambda batch: runner.decoder.forward(batch, runner.kv), [1, 2], 4, CPU, lambda step: step
-    )
+    graphs = DecodeGraphs(runner.decoder, runner.kv, [1, 2], 4, CPU, lambda step: step)
     one = chunk([1], 0, [0])
     assert graphs.fits(build_batch([one, one], [], 4))
     assert not graphs.fits(build_batch([one, one, one], [], 4))

@@ -12,7 +12,7 @@ from pd_cluster.bench.gpu_check.machine import DEVICE, ON_GPU, gpu_kernels, seco
 from pd_cluster.bench.gpu_check.random_model import SEVEN_B, SMALL, RandomWeights, prompt
 from pd_cluster.bench.gpu_check.results import Report, Result
 from pd_cluster.cache.layout import Layout, make_layout
-from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
+from pd_cluster.model.batch import Chunk, build_batch
 from pd_cluster.model.decode_graphs import DecodeGraphs
 from pd_cluster.model.decoder import Decoder
 from pd_kernels import decode_attention, page_gather, page_scatter
@@ -94,13 +94,8 @@ def _steps(measured: Measured, copy: float, matrix: float) -> None:
     decoder = Decoder(MODEL, weights)
     pool = _pool(1, max(BATCH * CONTEXT, PROMPT))
     pool.buffer.normal_(std=0.1)
-
-    def forward(batch: ForwardBatch) -> torch.Tensor:
-        return decoder.forward(batch, pool)
-
-    graphs = DecodeGraphs(
-        forward, [BATCH], BATCH * CONTEXT, DEVICE, None if ON_GPU else lambda step: step
-    )
+    capture = None if ON_GPU else lambda step: step
+    graphs = DecodeGraphs(decoder, pool, [BATCH], BATCH * CONTEXT, DEVICE, capture)
     order = np.random.default_rng(0).permutation(pool.num_pages)
     chunks = [
         Chunk(np.zeros(1, np.int64), CONTEXT - 1, order[row * CONTEXT : (row + 1) * CONTEXT])
@@ -119,7 +114,7 @@ def _steps(measured: Measured, copy: float, matrix: float) -> None:
     measured("decode_step_gbps", moved / step / 1e9, "GB/s of weights and KV")
     measured("decode_step_share", moved / step / copy, "of copy bandwidth; aim 0.7")
     prefill = build_batch([], [Chunk(prompt(MODEL, PROMPT), 0, order[:PROMPT])], 1).to(DEVICE)
-    took = seconds(lambda: forward(prefill), rounds=3, flush=False)
+    took = seconds(lambda: decoder.forward(prefill, pool), rounds=3, flush=False)
     # Causal: a query sees half of the keys on average, for scores and for values.
     attention = 2 * PROMPT**2 * MODEL.num_heads * MODEL.head_dim * MODEL.num_layers
     operations = 2 * read * PROMPT + attention

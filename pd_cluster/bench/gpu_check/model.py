@@ -10,7 +10,7 @@ from pd_cluster.bench.gpu_check.machine import DEVICE, ON_GPU, gpu_kernels
 from pd_cluster.bench.gpu_check.random_model import SMALL, RandomWeights, prompt
 from pd_cluster.bench.gpu_check.results import Report, Result
 from pd_cluster.cache.layout import Layout, make_layout
-from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
+from pd_cluster.model.batch import Chunk, build_batch
 from pd_cluster.model.decode_graphs import DecodeGraphs
 from pd_cluster.model.decoder import Decoder
 
@@ -43,16 +43,13 @@ class Runner:
         if graphs:
             # Without a GPU nothing can be captured: the function is run anew each time.
             capture = None if ON_GPU else lambda step: step
-            self._graphs = DecodeGraphs(self._forward, [4], NUM_PAGES, device, capture)
+            self._graphs = DecodeGraphs(self.decoder, self.kv, [4], NUM_PAGES, device, capture)
 
     def step(self, decodes: list[Chunk], prefills: list[Chunk]) -> Tensor:
         batch = build_batch(decodes, prefills, self.page_size)
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch).cpu()
-        return self._forward(batch.to(self.device)).cpu()
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        return self.decoder.forward(batch, self.kv)
+        return self.decoder.forward(batch.to(self.device), self.kv).cpu()
 
     def logits(self) -> Tensor:
         """Of a prefill in two chunks each, then decode steps with fixed tokens."""
