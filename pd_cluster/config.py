@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -102,24 +102,36 @@ class KvEventsConfig(_Section):
 class Config(_Section):
     """All that `pd-cluster serve` can be told."""
 
-    cluster_name: str = Field("pd", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
-    model: str = Field("smollm2", min_length=1, description="known name, folder or GGUF file")
-    served_model_name: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    cluster_name: str = Field(
+        "pd", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="tells clusters on one Ray apart"
+    )
+    model: str = Field(
+        "smollm2", min_length=1, description="known name, Hub id, folder or GGUF file"
+    )
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; its own by default"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of weights, computing and KV"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what workers compute on; auto: the CPU for now, cuda is refused"
     )
     context_length: int | None = Field(None, ge=2, description="tokens; the model's own by default")
 
-    host: str = "127.0.0.1"
-    port: int = Field(30000, ge=0, le=65535, description="0: any free port")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free one")
     metrics_port: int | None = Field(
         0,
         ge=0,
         le=65535,
         description="of the whole cluster's metrics, beside the coordinator; 0: any, null: none",
     )
-    admin_key: str | None = Field(None, min_length=1)
+    admin_key: str | None = Field(
+        None,
+        min_length=1,
+        description="for /admin and /flush_cache; without one only from this machine",
+    )
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="one of them is needed for every request; none: open to all"
     )
@@ -142,31 +154,43 @@ class Config(_Section):
     gateways: int = Field(1, ge=1, le=64, description="HTTP servers, on successive ports")
     threads: int | None = Field(None, ge=1, description="per worker; all cores by default")
 
-    page_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1
-    layout: Literal["page_first", "layer_first"] = "page_first"
+    page_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = Field(
+        1, description="tokens of a KV page"
+    )
+    layout: Literal["page_first", "layer_first"] = Field(
+        "page_first", description="of a page in memory"
+    )
     max_total_tokens: int = Field(32768, ge=16, description="KV pool of each worker, in tokens")
     disable_radix_cache: bool | Literal["prefill", "decode"] = Field(
-        False, description="keep no prefixes: nowhere, or on workers of one role"
+        False, description="keep no prefixes; prefill or decode: none on workers of that role"
     )
     radix_cache_backend: str = Field(
         "radix", min_length=1, description="a registered prefix cache, or module:name"
     )
     strip_thinking_cache: bool = Field(False, description="keep prompts only, not answers")
-    radix_eviction_policy: Literal["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"] = "lru"
-    radix_eviction_policy_config: dict[str, Any] = Field(default_factory=dict)
+    radix_eviction_policy: Literal["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"] = Field(
+        "lru", description="which prefixes go first"
+    )
+    radix_eviction_policy_config: dict[str, Any] = Field(
+        default_factory=dict, description="for the eviction policy"
+    )
 
     enable_hierarchical_cache: bool = Field(False, description="keep what is evicted, lower down")
     hicache_ratio: float = Field(2.0, gt=0, description="host memory, as a multiple of the KV pool")
     hicache_size: float = Field(0.0, ge=0, description="host memory in GB; 0: by hicache_ratio")
-    hicache_write_policy: Literal["write_through", "write_back", "write_through_selective"] = (
-        "write_through"
+    hicache_write_policy: Literal["write_through", "write_back", "write_through_selective"] = Field(
+        "write_through", description="when pages go down to host memory"
     )
     hicache_storage_backend: str | None = Field(
-        None, min_length=1, description="file, redis or module:factory"
+        None, min_length=1, description="below host memory: file, redis or module:factory"
     )
-    hicache_storage_backend_extra_config: dict[str, Any] = Field(default_factory=dict)
+    hicache_storage_backend_extra_config: dict[str, Any] = Field(
+        default_factory=dict, description="for the storage backend"
+    )
     hicache_storage_size: float = Field(16.0, gt=0, description="GB on this host (file)")
-    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        "timeout", description="how long a request waits for what storage holds"
+    )
     kv_events_config: KvEventsConfig | None = Field(None, description="where KV events go")
 
     chunked_prefill_size: int = Field(
@@ -181,7 +205,7 @@ class Config(_Section):
         description="prompt tokens that decode computes beside a step of running sequences",
     )
     placement: Literal["cost", "prefix_prefill_only", "least_loaded", "round_robin", "random"] = (
-        "cost"
+        Field("cost", description="which workers and route serve a request")
     )
     routes: tuple[Route, ...] = Field(
         get_args(Route), description="ways that placement cost may choose from"
@@ -213,9 +237,13 @@ class Config(_Section):
     max_queued_requests: int = Field(1024, ge=0, description="waiting for a placement")
     max_attempts: int = Field(8, ge=1, description="tries that may fail before a request fails")
 
-    resources: ResourcesConfig = ResourcesConfig()
-    transfer: TransferConfig = TransferConfig()
-    timeouts: TimeoutConfig = TimeoutConfig()
+    resources: ResourcesConfig = Field(
+        ResourcesConfig(), description="what Ray shall have free on a node for a worker of a role"
+    )
+    transfer: TransferConfig = Field(TransferConfig(), description="how pages move between workers")
+    timeouts: TimeoutConfig = Field(
+        TimeoutConfig(), description="deadlines of the states of a request, in seconds"
+    )
 
     @field_validator("device")
     @classmethod
@@ -356,4 +384,16 @@ def _explain(error: Any) -> str:
             fields = annotation.model_fields
         return f"unknown config key {key!r}; allowed here: {', '.join(fields)}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("tuple_type", "list_type"):
+        message = "expected a list, as in [a, b]"
+        allowed = _items(location)
+        if allowed:
+            message = f"expected a list of {', '.join(allowed)}, as in [{allowed[0]}]"
     return f"config key {key!r}: {message} (got {error['input']!r})"
+
+
+def _items(location: list[str]) -> tuple[str, ...]:
+    """The names that a list may have, where they are known."""
+    annotation: Any = Config.model_fields[location[0]].annotation
+    (item, *_) = get_args(annotation) or (None,)
+    return get_args(item) if get_origin(item) is Literal else ()

@@ -63,7 +63,7 @@ def server_info(known: KnownCluster) -> dict[str, Any]:
 def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
     """The workers, their requests, their pages by state (in tokens) and their hit rates."""
     title = f"{cluster_name}: {info['model']} at {', '.join(info['urls'])}"
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=box.SIMPLE, padding=0)
     columns = {
         "run": "running",
         "wait": "waiting",
@@ -73,7 +73,7 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
         "priv.": "private",
         "flight": "in_flight",
     }
-    # A worker's name is never cut short, however narrow the terminal.
+    # Nothing is cut short in 80 columns.
     table.add_column("worker", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for column in (*columns, "hits"):
@@ -87,8 +87,8 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
         table.add_row(
             f"{worker['worker']['name']}@{worker['worker']['incarnation']}",
             states.get(worker["worker"]["name"], "-"),
-            *(str(worker[field]) for field in columns.values()),
-            f"{hits / queries:.1%}" if queries else "-",
+            *(short(worker[field]) for field in columns.values()),
+            f"{hits / queries:.0%}" if queries else "-",
         )
     coordinator = info.get("coordinator")
     if coordinator:
@@ -96,6 +96,14 @@ def status_table(cluster_name: str, info: dict[str, Any]) -> Table:
         if url := coordinator.get("metrics_url"):
             table.caption += f"; metrics at {url}"
     return table
+
+
+def short(count: int) -> str:
+    """At most five characters, so that no column is ever cut."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 1000)):
+        if count >= 10 * size:
+            return f"{count // size}{unit}"
+    return str(count)
 
 
 def explanation(urls: list[str], request_id: str, admin_key: str | None) -> dict[str, Any]:
@@ -135,7 +143,7 @@ def explanation_tables(found: dict[str, Any]) -> Iterator[Table | str]:
         yield table
         for placed in sequence["placements"]:
             sides = (
-                f"{side} {placed[side]} (holds {placed[f'{side}_held']} tokens)"
+                f"{side} {placed[side]} (holds {_tokens(placed, f'{side}_')} tokens)"
                 for side in ("prefill", "decode")
             )
             waited = f"after {placed['queue_s']:.3f} s in the queue"
@@ -145,9 +153,9 @@ def explanation_tables(found: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def _candidates_table(group: str, candidates: list[dict[str, Any]]) -> Table:
-    """The cheapest first; terms in milliseconds."""
+    """The cheapest first; terms in milliseconds; "64+128" tokens are 128 on lower tiers."""
     names = list(dict.fromkeys(name for each in candidates for name in each))
-    terms = [name for name in names if name not in ("worker", "cost", "held")]
+    terms = [name for name in names if name not in ("worker", "cost", "held", "below")]
     table = Table(title=f"{group} (costs in ms)", box=box.SIMPLE)
     table.add_column("worker", no_wrap=True)
     for name in ("held", "cost", *terms):
@@ -155,8 +163,13 @@ def _candidates_table(group: str, candidates: list[dict[str, Any]]) -> Table:
     for each in sorted(candidates, key=lambda each: float(each["cost"])):
         costs = (each.get(name) for name in ("cost", *terms))
         shown = ("-" if cost is None else f"{1000 * cost:.2f}" for cost in costs)
-        table.add_row(each["worker"], str(each["held"]), *shown)
+        table.add_row(each["worker"], _tokens(each), *shown)
     return table
+
+
+def _tokens(found: dict[str, Any], prefix: str = "") -> str:
+    below = found.get(f"{prefix}below")
+    return f"{found[f'{prefix}held']}" + (f"+{below}" if below else "")
 
 
 def start_detached(arguments: list[str], cluster_name: str, timeout_s: float) -> KnownCluster:

@@ -60,7 +60,9 @@ class Operator:
 def describe(status: Mapping[str, Any]) -> str:
     """Counts that are wanted, and what is not so yet."""
     counts = status["counts"]
-    wanted = f"{counts['prefill']} prefill, {counts['decode']} decode, {counts['gateways']} gateway"
+    gateways = counts["gateways"]
+    wanted = f"{counts['prefill']} prefill, {counts['decode']} decode, {gateways} gateway"
+    wanted += "" if gateways == 1 else "s"
     states = Counter(state for state in status["members"].values() if state != "serving")
     under_way = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     return f"{wanted} ({under_way})" if under_way else wanted

@@ -49,6 +49,8 @@ def test_settings_reach_into_sections() -> None:
         ("schedule_conservativeness=0", ["schedule_conservativeness", "greater than 0"]),
         ("max_running_per_tenant=0", ["max_running_per_tenant", "1"]),
         ("max_prefill_tokens=0", ["max_prefill_tokens", "1"]),
+        ("routes=foo", ["'routes'", "a list of remote, remote+pull, local", "'foo'"]),
+        ("api_keys=foo", ["'api_keys'", "a list, as in [a, b]", "'foo'"]),
     ],
 )
 def test_errors_name_the_key_and_what_is_allowed(setting: str, parts: list[str]) -> None:

@@ -391,7 +391,7 @@ class DecodeSequences:
 
     def _promoted(self, seq: Sequence, now: float) -> bool:
         """Whether all is here that the sequence waits for from lower tiers."""
-        if self.tiers is None:
+        if self.tiers is None or not seq.request.promote:
             return True
         if not seq.looked_below:
             seq.looked_below = True
@@ -509,8 +509,8 @@ class DecodeSequences:
     def _retract(self, seq: Sequence, cause: str, why: str, now: float) -> list[Instruction]:
         self.retractions[cause] += 1
         self.retracted_tokens += seq.kv_len
-        message = f"retracted: {why}"
-        return [self._end_output(seq, "retracted", message), *self._abandon(seq, now, message)]
+        told = self._end_output(seq, "retracted", why)
+        return [told, *self._abandon(seq, now, f"retracted: {why}")]
 
     def _has_all(self, seq: Sequence) -> bool:
         """Whether nobody else holds a page of the pool."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import registry
+from pd_cluster import registry, scale_client
 from tests.cli.conftest import Run
 
 COUNTS = {"prefill": 2, "decode": 1, "gateways": 1}
@@ -84,6 +84,11 @@ def test_scale_need_not_wait(run: Run, server: Server) -> None:
     done = run("scale", "--prefill", "2", "--no-wait")
     assert done.code == 0, done.err
     assert done.err.strip() == "2 prefill, 1 decode, 1 gateway (1 starting)"
+
+
+def test_several_gateways_are_gateways() -> None:
+    counts = {**COUNTS, "gateways": 2}
+    assert scale_client.describe(status(counts=counts)) == "2 prefill, 1 decode, 2 gateways"
 
 
 def test_drain_takes_a_name_as_status_shows_it(run: Run, server: Server) -> None:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pd_cluster import cli
+from pd_cluster.cli import serving
 from pd_cluster.config import Config, validate_config
 from pd_cluster.gateway import actor
 from pd_cluster.peers import ClusterSpec
@@ -30,8 +31,8 @@ LLAMA = {
 def serve(monkeypatch):
     """The configuration that a command line gives."""
     served: list[Config] = []
-    monkeypatch.setattr(cli, "_serve", lambda config, address: served.append(config))
-    monkeypatch.setattr(cli.registry, "find", lambda name: None)
+    monkeypatch.setattr(serving, "run_server", lambda config, address: served.append(config))
+    monkeypatch.setattr(serving.registry, "find", lambda name: None)
 
     def run(*arguments: str, **environment: str) -> Config:
         result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
