@@ -133,6 +133,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefill: WorkerId
     decode: WorkerId
     route: Route = "remote"
+    # Whether decode shall load what its lower tiers hold, rather than have it sent.
+    promote: bool = True
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -159,7 +161,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker's heartbeat: what it is, and how loaded. The first one is its registration.
 
     `signature` is what workers must agree on to exchange pages: names to values, compared key by
-    key. `host` is the address that it accepts transfers at.
+    key. `host` is the address that it accepts transfers at. `store` names the store below its host
+    tier, which workers that say the same share; "" for none.
     """
 
     worker: WorkerId
@@ -172,6 +175,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attempts: tuple[AttemptId, ...] = ()
     routes: tuple[Route, ...] = ("remote",)
     host: str = ""
+    store: str = ""
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -213,6 +217,7 @@ class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     params: SamplingParams
     timeout_s: float
     route: Route = "remote"
+    promote: bool = True
     sequence: int = 0
     namespace: str | None = None
     priority: int = 0

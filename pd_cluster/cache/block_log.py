@@ -23,6 +23,7 @@ from pd_cluster.cache.events import (
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    StorageHolds,
 )
 from pd_cluster.cache.node import Tokens
 from pd_cluster.cache.page_pool import Pages
@@ -82,6 +83,8 @@ class BlockLog:
                 self._count.clear()
                 self._ends_block[:] = False
                 return AllBlocksCleared()
+            case StorageHolds():
+                return None  # what storage holds is not published: it forgets without a word
 
     def snapshot(self) -> list[KvEvent]:
         """Events that store all blocks, one each, parents first."""

@@ -1,16 +1,17 @@
 """What a prefix cache tells others of what it holds.
 
-Within a worker, events name pages: while a page is stored it stands for one prefix, whatever splits
-happen (`PagesStored`, `PagesRemoved`, `PagesCleared`). To others, events name blocks of tokens by
-chained hashes (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`): names, fields and msgpack
-encoding are those of vLLM and SGLang, so that what indexes them can index us.
+Within a worker, events name pages of a tier: while a page is stored it stands for one prefix,
+whatever splits happen (`PagesStored`, `PagesRemoved`, `PagesCleared`, `StorageHolds`). To others,
+events name blocks of tokens by chained hashes (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`):
+names, fields and msgpack encoding are those of vLLM and SGLang, so that what indexes them can index
+us.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -24,6 +25,9 @@ from pd_cluster.types import pack_ints, unpack_ints
 MEDIUM_DEVICE = "GPU"
 MEDIUM_HOST = "CPU"
 
+# Whose pages an event names: each tier has a pool of its own.
+Tier: TypeAlias = Literal["device", "host"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagesStored:
@@ -36,6 +40,7 @@ class PagesStored:
     parent: int | None
     tokens: Tokens
     pages: Pages
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,14 +48,27 @@ class PagesRemoved:
     """These pages no longer stand for a prefix."""
 
     pages: Pages
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class PagesCleared:
-    """Nothing is cached any more."""
+    """Nothing is cached any more on that tier."""
+
+    tier: Tier = "device"
 
 
-CacheEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageHolds:
+    """The blocks that end with these host pages were just written to storage, or read from it.
+
+    Storage forgets without a word: what it once held may be gone.
+    """
+
+    pages: Pages
+
+
+CacheEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared | StorageHolds
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
@@ -58,14 +76,20 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     parent: int | None
     tokens: bytes
     pages: bytes
+    tier: Tier
 
 
 class _Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     pages: bytes
+    tier: Tier
 
 
 class _Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
-    pass
+    tier: Tier
+
+
+class _StorageHolds(msgspec.Struct, frozen=True, array_like=True, tag="storage"):
+    pages: bytes
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -106,23 +130,26 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_page_decoder = msgspec.msgpack.Decoder(list[_Stored | _Removed | _Cleared])
+_PageEvent = _Stored | _Removed | _Cleared | _StorageHolds
+_page_decoder = msgspec.msgpack.Decoder(list[_PageEvent])
 _batch_decoder = msgspec.msgpack.Decoder(KvEventBatch)
 _decoder = msgspec.msgpack.Decoder(list[KvEvent])
 
 
 def encode_page_events(events: Sequence[CacheEvent]) -> bytes:
     """msgpack, arrays as int32 little-endian: for messages between our own processes."""
-    wire: list[_Stored | _Removed | _Cleared] = []
+    wire: list[_PageEvent] = []
     for event in events:
         match event:
             case PagesStored():
                 tokens, pages = pack_ints(event.tokens), pack_ints(event.pages)
-                wire.append(_Stored(event.namespace, event.parent, tokens, pages))
+                wire.append(_Stored(event.namespace, event.parent, tokens, pages, event.tier))
             case PagesRemoved():
-                wire.append(_Removed(pack_ints(event.pages)))
+                wire.append(_Removed(pack_ints(event.pages), event.tier))
             case PagesCleared():
-                wire.append(_Cleared())
+                wire.append(_Cleared(event.tier))
+            case StorageHolds():
+                wire.append(_StorageHolds(pack_ints(event.pages)))
     return _encoder.encode(wire)
 
 
@@ -139,11 +166,14 @@ def decode_page_events(data: bytes) -> list[CacheEvent]:
                 tokens, pages = unpack_ints(event.tokens), unpack_ints(event.pages)
                 if not len(pages) or len(tokens) % len(pages) or (pages < 0).any():
                     raise WireError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
-                events.append(PagesStored(event.namespace, event.parent, tokens, pages))
+                stored = PagesStored(event.namespace, event.parent, tokens, pages, event.tier)
+                events.append(stored)
             case _Removed():
-                events.append(PagesRemoved(unpack_ints(event.pages)))
+                events.append(PagesRemoved(unpack_ints(event.pages), event.tier))
             case _Cleared():
-                events.append(PagesCleared())
+                events.append(PagesCleared(event.tier))
+            case _StorageHolds():
+                events.append(StorageHolds(unpack_ints(event.pages)))
     return events
 
 

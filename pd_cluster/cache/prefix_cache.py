@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pd_cluster.cache.events import CacheEvent, PagesCleared, PagesRemoved, PagesStored
+from pd_cluster.cache.events import CacheEvent, PagesCleared, PagesRemoved, PagesStored, Tier
 from pd_cluster.cache.eviction import EvictionPolicy
 from pd_cluster.cache.node import Node, Tokens
 from pd_cluster.cache.page_pool import OutOfPages, PageCounts, PagePool, Pages
@@ -77,11 +77,13 @@ class PrefixCache:
         *,
         enabled: bool = True,
         record_events: bool = False,
+        tier: Tier = "device",
     ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.enabled = enabled
         self.tree = RadixTree(page_size, policy)
+        self.tier = tier  # said with every event
         self._events: list[CacheEvent] = []
         self._record_events = record_events
         self._queries = 0
@@ -166,7 +168,7 @@ class PrefixCache:
         self._evicted += pages.size * self.page_size
         self._idle_before_eviction = now - victims[-1].last_access
         if self._record_events:
-            self._events.append(PagesRemoved(pages))
+            self._events.append(PagesRemoved(pages, self.tier))
         return self.pool.evict(pages)
 
     def publish(
@@ -214,7 +216,7 @@ class PrefixCache:
                 parent, rest, fresh, namespace, now=now, priority=priority, hits=hits
             )
             if self._record_events:
-                self._events.append(_stored(node, parent, namespace))
+                self._events.append(_stored(node, parent, namespace, self.tier))
         return Published(num_full * self.page_size, table, node, duplicates)
 
     def release(self, pages: Pages) -> None:
@@ -247,7 +249,9 @@ class PrefixCache:
         pages = _pages_of(dropped)
         if self._record_events:
             cleared = not self.tree.num_nodes
-            self._events.append(PagesCleared() if cleared else PagesRemoved(pages))
+            self._events.append(
+                PagesCleared(self.tier) if cleared else PagesRemoved(pages, self.tier)
+            )
         return self.pool.evict(pages)
 
     def counts(self) -> PageCounts:
@@ -266,6 +270,11 @@ class PrefixCache:
             idle_before_eviction=self._idle_before_eviction,
         )
 
+    def record(self, event: CacheEvent) -> None:
+        """Tells of something that others did with what is cached here."""
+        if self._record_events:
+            self._events.append(event)
+
     def take_events(self) -> list[CacheEvent]:
         """What has changed since the last call, in order; empty unless `record_events`."""
         events, self._events = self._events, []
@@ -274,7 +283,7 @@ class PrefixCache:
     def snapshot(self) -> list[CacheEvent]:
         """Events that tell an index that knows nothing what is cached now."""
         return [
-            _stored(node, node.parent, self.tree.namespace(node))
+            _stored(node, node.parent, self.tree.namespace(node), self.tier)
             for node in self.tree.nodes()
             if node.parent is not None
         ]
@@ -298,9 +307,9 @@ class PrefixCache:
             self.pool.protect(_pages_of(locked))
 
 
-def _stored(node: Node, parent: Node, namespace: str | None) -> PagesStored:
+def _stored(node: Node, parent: Node, namespace: str | None, tier: Tier) -> PagesStored:
     above = int(parent.pages[-1]) if parent.pages.size else None
-    return PagesStored(namespace, above, node.tokens, node.pages)
+    return PagesStored(namespace, above, node.tokens, node.pages, tier)
 
 
 def _pages_of(nodes: list[Node]) -> Pages:

@@ -30,6 +30,14 @@ class TierStatistics:
     errors: int
 
 
+class TierRead(NamedTuple):
+    """So many tokens were read from a tier in so many seconds, waiting left out."""
+
+    tier: Literal["host", "storage"]
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True, eq=False)
 class Promotion:
     """What one request has coming up from the tiers."""

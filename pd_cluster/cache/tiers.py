@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pd_cluster.cache.events import CacheEvent, StorageHolds
 from pd_cluster.cache.eviction import EvictionPolicy
 from pd_cluster.cache.node import Node, Tokens
 from pd_cluster.cache.page_pool import OutOfPages, PagePool, Pages
@@ -30,6 +31,7 @@ from pd_cluster.cache.tier_books import (
     Load,
     Promotion,
     Segment,
+    TierRead,
     TierStatistics,
     publish_segments,
     segments_of,
@@ -88,6 +90,7 @@ class TieredCache(PrefixCache):
         self._fetches: dict[int, Fetch] = {}
         self._stores: dict[int, tuple[Pages, int]] = {}
         self.copying_out = 0  # device pages that cannot be evicted meanwhile
+        self._reads: list[TierRead] = []
         self._totals = dict.fromkeys(TierStatistics.__dataclass_fields__, 0)
 
     # --- as a prefix cache ---
@@ -124,6 +127,13 @@ class TieredCache(PrefixCache):
         """Drop all that no lock holds, from device and host; storage keeps what it has."""
         self.host.reset()
         return super().reset()
+
+    def take_events(self) -> list[CacheEvent]:
+        """Of both tiers, each one's in order."""
+        return super().take_events() + self.host.take_events()
+
+    def snapshot(self) -> list[CacheEvent]:
+        return super().snapshot() + self.host.snapshot()
 
     def _evicting(self, victims: list[Node], parents: list[Node], now: float) -> None:
         if self.write_policy != "write_back":
@@ -210,13 +220,21 @@ class TieredCache(PrefixCache):
             self._probed(self._probes.pop(op), event, now)
         else:
             pages, tokens = self._stores.pop(op)
+            if not event.error:
+                # Before they end their flight: until then no page stands for another prefix.
+                self.host.record(StorageHolds(pages))
+                self._totals["stored"] += tokens
             self.host.pool.end_flight(pages)
-            self._totals["stored"] += 0 if event.error else tokens
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being copied."""
         return not (self._backups or self._loads or self._fetches or self._probes or self._stores)
+
+    def take_reads(self) -> list[TierRead]:
+        """How long it took to read each tier, since the last call."""
+        reads, self._reads = self._reads, []
+        return reads
 
     def tier_statistics(self) -> TierStatistics:
         return TierStatistics(**self._totals)
@@ -364,6 +382,7 @@ class TieredCache(PrefixCache):
             kept = self.host.publish(fetch.tokens[:end], table, fetch.namespace, now=now)
             fetch.above = kept.pages[: fetch.start // size]
             fetch.host[:pages] = kept.pages[fetch.start // size :]
+            self.host.record(StorageHolds(fetch.host[fetch.taken : pages].copy()))
             fetch.taken = pages
             self.host.move_lock(fetch.host_node, kept.node)
             fetch.host_node = kept.node
@@ -371,6 +390,7 @@ class TieredCache(PrefixCache):
             return
         del self._fetches[event.op]
         self.fetch_rate.observe(event.tokens, event.seconds)
+        self._reads.append(TierRead("storage", event.tokens, event.seconds))
         self.host.release(fetch.host[fetch.taken :])
         if promotion.op == event.op:
             promotion.op = None
@@ -451,6 +471,7 @@ class TieredCache(PrefixCache):
             self._totals["storage_loaded"] += promotion.storage_tokens
             self._totals["host_loaded"] += promotion.host_tokens
             self.load_rate.observe(gain, event.seconds)
+            self._reads.append(TierRead("host", gain, event.seconds))
         self.host.unlock(load.host_node)
         promotion.state = "ready"
         promotion.node = node

@@ -3,6 +3,7 @@
     prefill   a + b n + c n (cached + n/2)           n tokens computed after `cached` others
     decode    a + b sequences + c KV tokens          one step
     link      latency + bytes / bandwidth            by pair of workers, where one was measured
+    tier      a + b n                                n tokens read from host memory, or storage
 
 Each is linear in its coefficients and refitted by least squares of the relative error with
 exponential forgetting; the prior keeps a small weight, so that a rate is never undefined.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from pd_cluster.types import WorkerId
 
 Floats = NDArray[np.float64]
+# Below a worker's KV pool.
+LowerTier = Literal["host", "storage"]
 
 # An observation's weight falls to a half after this many more.
 HALF_LIFE = 200.0
@@ -94,7 +97,16 @@ class LinkMeasured:
     seconds: float
 
 
-Measured = PrefillMeasured | DecodeMeasured | LinkMeasured
+@dataclass(frozen=True, slots=True)
+class TierMeasured:
+    """A read of `tokens` tokens' KV from a tier, into the one above it."""
+
+    tier: LowerTier
+    tokens: int
+    seconds: float
+
+
+Measured = PrefillMeasured | DecodeMeasured | LinkMeasured | TierMeasured
 
 
 @dataclass(slots=True)
@@ -106,21 +118,29 @@ class Priors:
     link_latency_s: float = 1e-3
     link_bytes_per_s: float = 2e9
     kv_bytes_per_token: int = 46_080
+    # (per read, per token) of each tier.
+    host: tuple[float, float] = (1e-3, 1e-5)
+    storage: tuple[float, float] = (5e-3, 1e-4)
 
 
 @dataclass(slots=True)
 class Rates:
-    """The three kinds of rates of a cluster of equal workers."""
+    """The rates of a cluster of equal workers."""
 
     priors: Priors = field(default_factory=Priors)
     prefill: FittedTime = field(init=False)
     decode: FittedTime = field(init=False)
+    tiers: dict[LowerTier, FittedTime] = field(init=False)
     bandwidth: float = field(init=False)
     pairs: dict[WorkerId, dict[WorkerId, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefill = FittedTime(self.priors.prefill)
         self.decode = FittedTime(self.priors.decode)
+        self.tiers = {
+            "host": FittedTime(self.priors.host),
+            "storage": FittedTime(self.priors.storage),
+        }
         self.bandwidth = self.priors.link_bytes_per_s
 
     def observe(self, worker: WorkerId, measured: Measured) -> None:
@@ -133,6 +153,9 @@ class Rates:
                 self.decode.observe(step, measured.seconds)
             case LinkMeasured():
                 self._observe_link(worker, measured)
+            case TierMeasured():
+                read = (1.0, float(measured.tokens))
+                self.tiers[measured.tier].observe(read, measured.seconds)
 
     @overload
     def prefill_s(self, tokens: int, cached: int) -> float: ...
@@ -160,6 +183,11 @@ class Rates:
         a, b, c = self.decode.coefficients.tolist()
         seconds: float | Floats = a + b * sequences + c * kv_tokens
         return seconds
+
+    def read_s(self, tier: LowerTier, tokens: NDArray[np.int64]) -> Floats:
+        """Time to read so many tokens' KV from a tier; 0 for none."""
+        a, b = self.tiers[tier].coefficients.tolist()
+        return np.where(tokens > 0, a + b * tokens, 0.0)
 
     def transfer_s(
         self, tokens: NDArray[np.int64], bandwidths: float | Floats | None = None

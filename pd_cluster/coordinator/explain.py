@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from pd_cluster.coordinator.choice import Term
 from pd_cluster.coordinator.fleet import Fleet
-from pd_cluster.coordinator.placement import Term
 from pd_cluster.coordinator.workers import Lease, Workers
 from pd_cluster.types import AttemptId
 
@@ -44,9 +44,17 @@ class Explanations:
             "prefill_s": choice.prefill_s,
             "prefill_held": choice.prefill_held,
             "decode_held": choice.decode_held,
+            "prefill_below": choice.prefill_below,
+            "decode_below": choice.decode_below,
             "candidates": {
                 group: [
-                    {"worker": name, "cost": term.cost, "held": term.held, **term.terms}
+                    {
+                        "worker": name,
+                        "cost": term.cost,
+                        "held": term.held,
+                        "below": term.below,
+                        **term.terms,
+                    }
                     for name, term in zip(names[group], terms, strict=True)
                 ]
                 for group, terms in choice.reasons.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pd_cluster.coordinator.holders import Stores
 from pd_cluster.coordinator.index import PrefixIndex
 from pd_cluster.types import WorkerId
 
@@ -22,8 +23,8 @@ _FLAGS = ("ready", "full")
 
 
 class Fleet:
-    def __init__(self, page_size: int) -> None:
-        self.index = PrefixIndex(page_size)
+    def __init__(self, page_size: int, stores: Stores | None = None) -> None:
+        self.index = PrefixIndex(page_size, stores=stores)
         self.slots: dict[WorkerId, int] = {}
         self.workers: list[WorkerId | None] = []
         self.busy_until = np.zeros(0)
@@ -44,8 +45,8 @@ class Fleet:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def join(self, worker: WorkerId, capacity: int) -> int:
-        """Gives the worker a slot, with no load and nothing held."""
+    def join(self, worker: WorkerId, capacity: int, store: str = "") -> int:
+        """Gives the worker a slot, with no load and nothing held; `store` is below it."""
         if None in self.workers:
             slot = self.workers.index(None)
         else:
@@ -58,7 +59,7 @@ class Fleet:
         self.slots[worker] = slot
         self.capacity[slot] = self.available[slot] = capacity
         self.ready[slot] = True
-        self.index.join(worker, slot)
+        self.index.join(worker, slot, store)
         # As loaded as the others on average, so that a newcomer is not given every cold prompt.
         others = self.ready.copy()
         others[slot] = False

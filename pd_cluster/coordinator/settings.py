@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cluster.config import Config
+from pd_cluster.coordinator.choice import RouteLimits, Weights
 from pd_cluster.coordinator.costs import Priors
-from pd_cluster.coordinator.placement import RouteLimits, Weights
 from pd_cluster.types import RetractionPolicy
 
 

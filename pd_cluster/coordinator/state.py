@@ -21,10 +21,11 @@ from typing import Any
 
 from pd_cluster.config import Config
 from pd_cluster.coordinator.admission import NewTokenRatio, growth
+from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits
 from pd_cluster.coordinator.costs import Measured, Rates
 from pd_cluster.coordinator.explain import Explanations
 from pd_cluster.coordinator.index import KvUpdate
-from pd_cluster.coordinator.placement import Ask, Choice, Later, RouteLimits, make_placement_policy
+from pd_cluster.coordinator.placement import make_placement_policy
 from pd_cluster.coordinator.prefix_hash import unpack_hashes
 from pd_cluster.coordinator.queue import MAX_COMPARED, Queue, Waiting, expired, make_queue_policy
 from pd_cluster.coordinator.settings import Scheduling
@@ -434,6 +435,7 @@ class CoordinatorState:
             prefill=self.cluster.prefill.worker(choice.prefill),
             decode=self.cluster.decode.worker(choice.decode),
             route=choice.route,
+            promote=choice.promote,
         )
         lease = Lease(request, placement, choice, now, (now, now), list(entry.hashes))
         self.leases[attempt] = lease

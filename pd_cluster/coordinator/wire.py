@@ -13,8 +13,10 @@ from pd_cluster.cache.events import decode_page_events, encode_page_events
 from pd_cluster.coordinator.costs import (
     DecodeMeasured,
     LinkMeasured,
+    LowerTier,
     Measured,
     PrefillMeasured,
+    TierMeasured,
 )
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.errors import WireError
@@ -39,12 +41,21 @@ class _Link(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     seconds: float
 
 
+class _Tier(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    tier: LowerTier
+    tokens: int
+    seconds: float
+
+
+_Measured = _Prefill | _Decode | _Link | _Tier
+
+
 class _Telling(msgspec.Struct, frozen=True):
     worker: WorkerId
     first: int
     events: bytes  # `encode_page_events`
     snapshot: bool
-    measured: tuple[_Prefill | _Decode | _Link, ...]
+    measured: tuple[_Measured, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -73,7 +84,7 @@ def decode_update(data: bytes) -> tuple[KvUpdate, list[Measured]]:
     return update, [_unpack_measured(each) for each in telling.measured]
 
 
-def _pack_measured(measured: Measured) -> _Prefill | _Decode | _Link:
+def _pack_measured(measured: Measured) -> _Measured:
     match measured:
         case PrefillMeasured():
             return _Prefill(measured.tokens, measured.attended, measured.seconds)
@@ -81,9 +92,11 @@ def _pack_measured(measured: Measured) -> _Prefill | _Decode | _Link:
             return _Decode(measured.sequences, measured.kv_tokens, measured.seconds)
         case LinkMeasured():
             return _Link(measured.peer, measured.size, measured.seconds)
+        case TierMeasured():
+            return _Tier(measured.tier, measured.tokens, measured.seconds)
 
 
-def _unpack_measured(measured: _Prefill | _Decode | _Link) -> Measured:
+def _unpack_measured(measured: _Measured) -> Measured:
     match measured:
         case _Prefill():
             return PrefillMeasured(measured.tokens, measured.attended, measured.seconds)
@@ -91,3 +104,5 @@ def _unpack_measured(measured: _Prefill | _Decode | _Link) -> Measured:
             return DecodeMeasured(measured.sequences, measured.kv_tokens, measured.seconds)
         case _Link():
             return LinkMeasured(measured.peer, measured.size, measured.seconds)
+        case _Tier():
+            return TierMeasured(measured.tier, measured.tokens, measured.seconds)

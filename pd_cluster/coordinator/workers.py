@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pd_cluster.coordinator.admission import growth
+from pd_cluster.coordinator.choice import Choice
 from pd_cluster.coordinator.fleet import Fleet
-from pd_cluster.coordinator.placement import Choice
+from pd_cluster.coordinator.holders import Stores
 from pd_cluster.types import AttemptId, Placement, PlaceRequest, Role, WorkerId, WorkerReport
 
 # What is expected to be held stays expected this long after it should have been computed (s).
@@ -50,15 +51,16 @@ class Workers:
 
     def __init__(self, page_size: int) -> None:
         self.by_name: dict[str, WorkerState] = {}
-        self.prefill = Fleet(page_size)
-        self.decode = Fleet(page_size)
+        stores = Stores()
+        self.prefill = Fleet(page_size, stores)
+        self.decode = Fleet(page_size, stores)
         self._placements = 0
 
     def fleet(self, role: Role) -> Fleet:
         return self.prefill if role == "prefill" else self.decode
 
     def join(self, report: WorkerReport, now: float) -> WorkerState:
-        slot = self.fleet(report.role).join(report.worker, report.capacity)
+        slot = self.fleet(report.role).join(report.worker, report.capacity, report.store)
         known = self.by_name[report.worker.name] = WorkerState(report, now, slot)
         return known
 

@@ -228,6 +228,7 @@ class RequestState(Tracked[State]):
             params=self.params,
             timeout_s=max(0.0, self._deadline - now),
             route=placement.route,
+            promote=placement.promote,
             sequence=self._sequence,
             namespace=self._namespace,
             priority=self._priority,

@@ -11,8 +11,8 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from pd_cluster.coordinator.choice import RouteLimits
 from pd_cluster.coordinator.index import BLOCK_TOKENS
-from pd_cluster.coordinator.placement import RouteLimits
 from pd_cluster.coordinator.queue import make_queue_policy
 from pd_cluster.errors import ConfigError
 from pd_cluster.simulate.cluster import ClusterShape, Simulation

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pd_cluster.coordinator.placement import POLICIES, RouteLimits
+from pd_cluster.coordinator.choice import RouteLimits
+from pd_cluster.coordinator.placement import POLICIES
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.errors import ConfigError
 from pd_cluster.simulate.cluster import ClusterShape, Simulation, priors

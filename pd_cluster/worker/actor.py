@@ -50,7 +50,7 @@ from pd_cluster.types import (
     decode,
     encode,
 )
-from pd_cluster.worker.cache import make_cache
+from pd_cluster.worker.cache import make_cache, store_name
 from pd_cluster.worker.engine import Engine
 from pd_cluster.worker.instructions import (
     AbortTransfer,
@@ -402,6 +402,7 @@ class WorkerActor:
             attempts=tuple(scheduler.decode.sequences),
             routes=ROUTES,
             host=self.host,
+            store=store_name(self.config, self.host),
         )
 
     def _snapshot(self) -> WorkerSnapshot:

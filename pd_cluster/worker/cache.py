@@ -57,8 +57,9 @@ def make_cache(
             int(config.hicache_storage_size * _GB),
             config.hicache_storage_backend_extra_config,
         )
-    record = config.kv_events_config is not None
-    host = PrefixCache(host_pool, config.page_size, _policy(config), record_events=record)
+    host = PrefixCache(
+        host_pool, config.page_size, _policy(config), record_events=True, tier="host"
+    )
     cache = TieredCache(
         pool,
         config.page_size,
@@ -80,6 +81,18 @@ def make_cache(
         block=block,
     )
     return cache, io
+
+
+def store_name(config: Config, host: str) -> str:
+    """Which store a worker on `host` has below its host tier, "" for none.
+
+    Workers that say the same share it: all of them, but that a folder is one host's. The
+    configuration, and so the folder or the server, is the same for all.
+    """
+    backend = config.hicache_storage_backend
+    if not config.enable_hierarchical_cache or backend is None:
+        return ""
+    return f"file@{host}" if backend == "file" else backend
 
 
 def _policy(config: Config) -> EvictionPolicy:

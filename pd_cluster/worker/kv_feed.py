@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from pd_cluster.cache.events import CacheEvent
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured
+from pd_cluster.cache.tiers import TieredCache
+from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured, TierMeasured
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.coordinator.wire import encode_update
 from pd_cluster.types import WorkerId
@@ -45,6 +46,8 @@ class KvFeed:
         if events and not self._events and len(self._unconfirmed) < MAX_UNCONFIRMED:
             self._unconfirmed.append((self.updates + 1, now))
         self._events += events
+        if isinstance(self._cache, TieredCache):
+            self._measured += [TierMeasured(*read) for read in self._cache.take_reads()]
 
     def confirmed(self, number: int) -> None:
         """The coordinator's index has all up to that update."""

@@ -24,6 +24,8 @@ from pd_cluster.cache.events import (
     CacheEvent,
     KvEvent,
     KvEventBatch,
+    StorageHolds,
+    Tier,
     encode_batch,
 )
 from pd_cluster.cache.prefix_cache import PrefixCache
@@ -123,10 +125,9 @@ class KvEvents:
     """What is published of one worker's cache, of its host tier too."""
 
     def __init__(self, cache: PrefixCache, publisher: KvPublisher, block_size: int) -> None:
-        self._host = cache.host if isinstance(cache, TieredCache) else None
         caches = {MEDIUM_DEVICE: cache}
-        if self._host is not None:
-            caches[MEDIUM_HOST] = self._host
+        if isinstance(cache, TieredCache):
+            caches[MEDIUM_HOST] = cache.host
         self._stream = EventStream(
             [
                 BlockLog(each.pool.num_pages, each.page_size, block_size, medium)
@@ -137,10 +138,14 @@ class KvEvents:
 
     def tell(self, events: Sequence[CacheEvent]) -> None:
         """Publishes what `take_events` of the cache gave, as one batch."""
-        _, blocks = self._stream.apply(MEDIUM_DEVICE, events)
-        if self._host is not None:
-            blocks += self._stream.apply(MEDIUM_HOST, self._host.take_events())[1]
-        self._publisher.publish(blocks)
+        device = [event for event in events if _tier_of(event) == "device"]
+        host = [event for event in events if _tier_of(event) == "host"]
+        blocks = self._stream.apply(MEDIUM_DEVICE, device)[1]
+        self._publisher.publish(blocks + self._stream.apply(MEDIUM_HOST, host)[1])
+
+
+def _tier_of(event: CacheEvent) -> Tier:
+    return "host" if isinstance(event, StorageHolds) else event.tier
 
 
 def make_kv_events(

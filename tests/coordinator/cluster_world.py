@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pd_cluster.config import Config
+from pd_cluster.coordinator.choice import RouteLimits, Weights
 from pd_cluster.coordinator.costs import Priors
 from pd_cluster.coordinator.index import KvUpdate
-from pd_cluster.coordinator.placement import RouteLimits, Weights
 from pd_cluster.coordinator.prefix_hash import block_hashes, pack_hashes
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.coordinator.state import Answer, CoordinatorState

@@ -11,7 +11,8 @@ from pd_cluster.cache.events import PagesCleared, PagesRemoved, PagesStored
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import OutOfPages, PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.coordinator.index import ExpectedTable, HolderTable, KvUpdate, PrefixIndex
+from pd_cluster.coordinator.holders import ExpectedTable, HolderTable
+from pd_cluster.coordinator.index import KvUpdate, PrefixIndex
 from pd_cluster.coordinator.prefix_hash import (
     block_hashes,
     pack_hashes,

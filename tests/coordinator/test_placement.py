@@ -5,18 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits, Weights
 from pd_cluster.coordinator.costs import Priors, Rates
 from pd_cluster.coordinator.fleet import Fleet
-from pd_cluster.coordinator.placement import (
-    POLICIES,
-    Ask,
-    Choice,
-    Cost,
-    Later,
-    RouteLimits,
-    Weights,
-    make_placement_policy,
-)
+from pd_cluster.coordinator.placement import POLICIES, Cost, make_placement_policy
 from pd_cluster.types import WorkerId
 
 # A millisecond a token, a step of 10 ms and one more for each 100 tokens held.

@@ -9,9 +9,9 @@ import pytest
 
 from pd_cluster.cache.events import PagesStored
 from pd_cluster.config import Config
+from pd_cluster.coordinator.choice import Weights
 from pd_cluster.coordinator.costs import Priors
 from pd_cluster.coordinator.index import KvUpdate
-from pd_cluster.coordinator.placement import Weights
 from pd_cluster.coordinator.prefix_hash import block_hashes, pack_hashes
 from pd_cluster.coordinator.queue import OLDEST_EVERY, PATIENCE_S
 from pd_cluster.coordinator.settings import Scheduling

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.coordinator.placement import RouteLimits
+from pd_cluster.coordinator.choice import RouteLimits
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.errors import ConfigError
 from pd_cluster.simulate.cluster import ClusterShape, Simulation, priors
