@@ -25,6 +25,7 @@ from pd_cluster.errors import RequestError, StartError
 from pd_cluster.gateway.actor import GatewayActor
 from pd_cluster.nodes import actor_options, beside_the_server, capacity
 from pd_cluster.peers import COORDINATOR, NAMESPACE, ClusterSpec, actor_name
+from pd_cluster.pools import KvPool
 from pd_cluster.scaling import (
     Counts,
     End,
@@ -160,6 +161,7 @@ class Cluster:
         config: Config,
         model_folder: Path,
         model_id: str,
+        kv_pool: KvPool,
         *,
         local: bool,
         objection: Callable[[Counts], str | None] = lambda _: None,
@@ -177,6 +179,7 @@ class Cluster:
             model_id=model_id,
             secret=secrets.token_bytes(32),
             local=local,
+            kv_pool=kv_pool,
         )
         cluster = cls(config, spec, objection)
         try:

@@ -160,7 +160,18 @@ class Config(_Section):
     layout: Literal["page_first", "layer_first"] = Field(
         "page_first", description="of a page in memory"
     )
-    max_total_tokens: int = Field(32768, ge=16, description="KV pool of each worker, in tokens")
+    max_total_tokens: int = Field(
+        32768,
+        ge=16,
+        description="KV pool of each worker, in tokens; the most, beside mem_fraction_static",
+    )
+    mem_fraction_static: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="size KV pools by memory: this share of what is available, divided among the"
+        " workers of a host, is for weights and pool",
+    )
     disable_radix_cache: bool | Literal["prefill", "decode"] = Field(
         False, description="keep no prefixes; prefill or decode: none on workers of that role"
     )

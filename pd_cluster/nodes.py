@@ -15,15 +15,21 @@ from typing import Any
 
 import psutil
 import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pd_cluster.config import Config
 from pd_cluster.errors import StartError
 from pd_cluster.model.store import resolve_model
+from pd_cluster.pools import Host
 
 LOOPBACK = "127.0.0.1"
 # The kernel's list of InfiniBand and RoCE devices.
 _FABRICS = Path("/sys/class/infiniband")
+_CGROUP = Path("/sys/fs/cgroup")
+# A node answers a question within this time (seconds), or is not well.
+QUESTION_S = 60.0
 # What Ray takes as an option of its own; every other name is a custom resource.
 _RAY_OPTIONS = ("num_cpus", "num_gpus", "memory")
 
@@ -106,6 +112,51 @@ def node_addresses() -> dict[str, str]:
 def node_address() -> str:
     """This node's."""
     return node_addresses()[ray.get_runtime_context().get_node_id()]
+
+
+def available_memory() -> int:
+    """Bytes that this host, or the container that this process is in, has to give."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        cached = int(dict(line.split() for line in lines)["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return available  # no limit, or none that can be read
+    return min(available, max(0, limit - used + cached))
+
+
+def hosts_for(config: Config, *, local: bool) -> list[Host]:
+    """Where workers may run, and how many at most. Unless `local`, Ray must be connected."""
+    counts = {"prefill": config.prefill, "decode": config.decode}
+    if config.device == "cuda":
+        # A GPU serves one worker; all of them are alike.
+        total: int = torch.cuda.get_device_properties(0).total_memory
+        return [Host(torch.cuda.get_device_name(0), total, 1, "memory")]
+    if local:
+        return [Host("this machine", available_memory(), sum(counts.values()))]
+    remote: Any = ray.remote  # its stubs do not know options by name
+    ask = remote(num_cpus=0)(available_memory)
+    list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    asked: list[tuple[str, int, Any]] = []
+    for node in list_nodes():
+        workers = 0
+        for role, count in counts.items():
+            most = capacity(getattr(config.resources, role), [node["Resources"]])
+            workers += count if most is None else min(count, most)
+        if node["Alive"] and workers:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            answer = ask.options(scheduling_strategy=there).remote()
+            asked.append((node["NodeManagerAddress"], workers, answer))
+    try:
+        answers: list[int] = ray.get([answer for _, _, answer in asked], timeout=QUESTION_S)
+    except (RayError, GetTimeoutError) as error:
+        raise StartError(f"a node did not say what memory it has: {error}") from error
+    return [
+        Host(name, memory, workers)
+        for (name, workers, _), memory in zip(asked, answers, strict=True)
+    ]
 
 
 def model_folder(folder: str, model: str) -> Path:

@@ -12,6 +12,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from pd_cluster.pools import KvPool
 from pd_cluster.types import Message, WorkerId, encode
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     secret: bytes
     local: bool
+    kv_pool: KvPool
 
 
 def actor_name(cluster_name: str, name: str) -> str:

@@ -20,7 +20,8 @@ from pd_cluster.gateway.actor import bind
 from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.store import resolve_model
 from pd_cluster.model.weights import Weights
-from pd_cluster.nodes import capacity
+from pd_cluster.nodes import capacity, hosts_for
+from pd_cluster.pools import KvPool, bytes_per_token, choose_pool
 from pd_cluster.scaling import Counts
 from pd_cluster.worker.transfer_agent import require_backend
 
@@ -59,19 +60,25 @@ class Server:
                 f"config key 'context_length': {config.context_length} is more than the model's"
                 f" {model.max_positions} positions"
             )
-        check_memory(config, model)
+        local = address is None
+        if local:  # before anything of ours takes memory
+            pool = _choose_pool(config, model, local=True)
         progress("preparing the kernels")
         pd_kernels.warm_up()
         progress("starting Ray")
         init_ray(address, temp_dir)
         model_id = config.model if not Path(config.model).exists() else folder.name
         try:
+            if not local:
+                pool = _choose_pool(config, model, local=False)
+            config = config.model_copy(update={"max_total_tokens": pool.tokens})
             cluster = Cluster.start(
                 config,
                 folder,
                 model_id,
-                local=address is None,
-                objection=_objection(config, model) if address is None else lambda _: None,
+                pool,
+                local=local,
+                objection=_objection(config, model) if local else lambda _: None,
                 progress=progress,
             )
         except BaseException:
@@ -86,17 +93,18 @@ class Server:
 
     def describe(self) -> list[str]:
         """What was chosen, for the person who started it."""
-        config, model = self.config, self.model
-        element = 4 if config.dtype == "float32" else 2
-        per_token = model.kv_elements_per_token * element
-        pool = config.max_total_tokens * per_token / 2**20
+        config, model, pool = self.config, self.model, self.cluster.spec.kv_pool
         return [
             f"model {self.model_id} ({config.dtype}), context"
             f" {config.context_length or model.max_positions} tokens,"
             f" kernels: {pd_kernels.backend_name('cpu')}",
-            f"{config.prefill} prefill and {config.decode} decode worker(s), each with a KV pool of"
-            f" {config.max_total_tokens} tokens ({pool:.0f} MiB) in pages of {config.page_size},"
-            f" {config.layout}",
+            *(
+                f"{count} {role} worker{'s' if count > 1 else ''}: KV pool of {pool.tokens} tokens,"
+                f" {pool.bytes / 2**20:.0f} MiB in {pool.pages} pages of {config.page_size}"
+                f" ({config.layout}){' each' if count > 1 else ''}"
+                for role, count in (("prefill", config.prefill), ("decode", config.decode))
+            ),
+            f"pools sized by {pool.source}",
         ]
 
     def example(self) -> str:
@@ -129,6 +137,8 @@ def _objection(config: Config, model: ModelConfig) -> Callable[[Counts], str | N
     room, which an autoscaler may be about to add.
     """
 
+    pool_bytes = config.max_total_tokens * bytes_per_token(config, model)
+
     def objection(counts: Counts) -> str | None:
         list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
         nodes = [node["Resources"] for node in list_nodes() if node["Alive"]]
@@ -136,7 +146,7 @@ def _objection(config: Config, model: ModelConfig) -> Callable[[Counts], str | N
             most = capacity(getattr(config.resources, role), nodes)
             if most is not None and count > most:
                 return f"this machine has room for {most} {role} workers, not for {count}"
-        pools = (counts.prefill + counts.decode) * _pool_bytes(config, model)
+        pools = (counts.prefill + counts.decode) * pool_bytes
         memory = psutil.virtual_memory().total
         if pools > memory:
             return (
@@ -148,20 +158,18 @@ def _objection(config: Config, model: ModelConfig) -> Callable[[Counts], str | N
     return objection
 
 
-def _pool_bytes(config: Config, model: ModelConfig) -> int:
-    element = 4 if config.dtype == "float32" else 2
-    return config.max_total_tokens * model.kv_elements_per_token * element
-
-
-def check_memory(config: Config, model: ModelConfig) -> None:
-    """Raises ConfigError where the KV pools of one worker alone exceed this machine's memory."""
-    pool = _pool_bytes(config, model)
+def _choose_pool(config: Config, model: ModelConfig, *, local: bool) -> KvPool:
+    """Raises ConfigError where the pool of one worker alone exceeds this machine's memory."""
+    hosts = [] if config.mem_fraction_static is None else hosts_for(config, local=local)
+    pool = choose_pool(config, model, hosts)
     memory = psutil.virtual_memory().total
-    if pool > memory:
+    if local and pool.bytes > memory:
         raise ConfigError(
             f"config key 'max_total_tokens': {config.max_total_tokens} tokens take"
-            f" {pool / 2**30:.1f} GiB in each worker; this machine has {memory / 2**30:.1f} GiB"
+            f" {pool.bytes / 2**30:.1f} GiB in each worker; this machine has"
+            f" {memory / 2**30:.1f} GiB"
         )
+    return pool
 
 
 def check_model(folder: Path) -> ModelConfig:

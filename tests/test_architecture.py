@@ -56,6 +56,7 @@ LAYERS = {
     "pd_cluster.worker.transfer_agent": 5,
     "pd_cluster.worker.transport": 5,
     "pd_cluster.scaling": 1,
+    "pd_cluster.pools": 3,
     "pd_cluster.nodes": 6,
     "pd_cluster.peers": 6,
     "pd_cluster.observability.scrape": 7,

@@ -30,6 +30,7 @@ KEYS = {
     "KV cache": (
         "page_size",
         "max_total_tokens",
+        "mem_fraction_static",
         "radix_eviction_policy",
         "radix_eviction_policy_config",
         "disable_radix_cache",

@@ -208,6 +208,7 @@ class GatewayActor:
             name=config.served_model_name or spec.model_id,
             context_length=min(context, model.max_positions),
             pool_capacity=config.max_total_tokens,
+            kv_pool=spec.kv_pool,
             eos_token_ids=frozenset((*model.eos_token_ids, *self.tokenizer.eos_token_ids)),
             vocab_size=model.vocab_size,
             aliases=config.model_aliases,

@@ -72,6 +72,8 @@ async def _server_info(services: Services) -> dict[str, Any]:
         "model": services.model.name,
         "context_length": services.model.context_length,
         "max_total_tokens": services.model.pool_capacity,
+        # Of each worker of a role.
+        "kv_pool": dict.fromkeys(_ROLES, services.model.kv_pool),
         "versions": {
             "pd_cluster": __version__,
             "python": platform.python_version(),

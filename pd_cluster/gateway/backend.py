@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from pd_cluster.gateway.instructions import Usage
 from pd_cluster.observability.snapshots import ClusterSnapshot
+from pd_cluster.pools import KvPool
 from pd_cluster.scaling import Refusal, ScalingStatus, Wish
 from pd_cluster.types import FinishReason, Role, SamplingParams, TokenLogprobs
 
@@ -19,12 +20,13 @@ class ModelInfo:
 
     `vocab_size` bounds token ids where the model's is smaller than the tokenizer's. `aliases` are
     further names that requests may use. `sampling_defaults` stand for what a request
-    leaves out: temperature, top_p, top_k, min_p, repetition_penalty.
+    leaves out: temperature, top_p, top_k, min_p, repetition_penalty. `kv_pool` is each worker's.
     """
 
     name: str
     context_length: int
     pool_capacity: int
+    kv_pool: KvPool | None = None
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int | None = None
     aliases: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from pd_cluster.nodes import hosts_for
 from tests.cluster.conftest import Judge
 from tests.cluster.live import Live
 
@@ -127,6 +128,20 @@ def test_models_health_and_ready(cluster: Live) -> None:
     assert cluster.http.get("/v1/models").json()["data"][0]["id"] == "smollm2"
     assert cluster.http.get("/health").status_code == 200
     assert cluster.http.get("/ready").status_code == 200
+
+
+def test_what_was_chosen_for_the_pools_is_told(cluster: Live) -> None:
+    """At the start, and by status --json; each node can say what memory it has."""
+    pool = {"tokens": 16384, "pages": 16384, "bytes": 16384 * 46080, "source": "max_total_tokens"}
+    assert cluster.info()["kv_pool"] == {"prefill": pool, "decode": pool}
+    said = cluster.server.describe()
+    for role in ("prefill", "decode"):
+        words = f"1 {role} worker: KV pool of 16384 tokens, 720 MiB in 16384 pages of 1"
+        assert any(line.startswith(words) for line in said), said
+    assert said[-1] == "pools sized by max_total_tokens"
+    (host,) = hosts_for(cluster.config, local=False)
+    assert host.workers == 2
+    assert host.memory > pool["bytes"]
 
 
 def test_too_long_a_prompt_names_both_numbers_and_reaches_no_worker(cluster: Live) -> None:

@@ -12,6 +12,7 @@ from pd_cluster.cli import serving
 from pd_cluster.config import Config, validate_config
 from pd_cluster.gateway import actor
 from pd_cluster.peers import ClusterSpec
+from pd_cluster.pools import KvPool
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,6 +93,7 @@ def test_what_the_gateway_knows_of_the_model(tmp_path, tokenizer, monkeypatch, d
         model_folder=str(tmp_path),
         model_id="a",
         secret=b"",
+        kv_pool=KvPool(tokens=64, pages=64, bytes=64, source="max_total_tokens"),
     )
     model = actor.GatewayActor(spec, "gateway-0").model
     assert (model.name, model.aliases) == ("a", ("b",))
