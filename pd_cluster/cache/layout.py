@@ -156,7 +156,10 @@ class Layout(ABC):
         return blocks
 
     def _index(self, pages: Pages) -> torch.Tensor:
-        return torch.from_numpy(pages.astype(np.int64)).to(self.buffer.device)
+        index = torch.from_numpy(pages.astype(np.int64))
+        if self.buffer.is_cuda:
+            index = index.pin_memory()  # else the host would wait for the copy
+        return index.to(self.buffer.device, non_blocking=True)
 
 
 class PageFirstLayout(Layout):
