@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from pd_transfer.descriptors import Rows
@@ -112,7 +112,7 @@ class State:
         self.lock = threading.RLock()
         self.callback: Callable[[Event], None] | None = None
         self._notifications: dict[str, list[bytes]] = {}
-        self._counts = asdict(Statistics())
+        self._counts: dict[str, int] = dict(vars(Statistics()))
         self._paused = 0.0
         self._paused_for: Transfer | None = None
         self.costs: dict[str, CostModel] = {}

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pd_transfer.loop import Loop
 from pd_transfer.regions import Vector
-from pd_transfer.runs import Message
+from pd_transfer.runs import OWN_MESSAGE, Message
 from pd_transfer.wire import Receiving, Sending, Wire
 
 # Magic, place in the plan, id of the transfer, bytes that follow.
@@ -326,13 +326,12 @@ class TcpWire(Wire):
             return
         if magic != _MAGIC or job is None or job.finished or index != job.next:
             raise ConnectionError("a message that was not expected")
-        message = job.plan[index]
-        if nbytes != message.nbytes:
+        if not 0 < nbytes <= OWN_MESSAGE or not (job.discard or nbytes == job.plan[index].nbytes):
             raise ConnectionError("a message of another length")
         if job.discard:
             pieces = self._nowhere(nbytes)
         else:
-            pieces = _runs(job.addresses, job.lengths, message)
+            pieces = _runs(job.addresses, job.lengths, job.plan[index])
         self._job, self._payload = job, nbytes
         own = np.array([[self._in_header.ctypes.data, _HEADER.size]], np.uint64)
         self._in = _Pieces(np.concatenate([pieces, own]))

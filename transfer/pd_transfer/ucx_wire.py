@@ -24,7 +24,7 @@ from ucxx._lib.arr import Array
 from pd_transfer.errors import nixlBackendError
 from pd_transfer.handshake import Transport
 from pd_transfer.loop import Loop
-from pd_transfer.runs import Bytes, direct, gather, scatter
+from pd_transfer.runs import OWN_MESSAGE, Bytes, direct, gather, scatter
 from pd_transfer.wire import INDEX_BITS, Receiving, Sending, Wire
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -236,9 +236,11 @@ class UcxWire(Wire):
         return moved
 
     def _receive_next(self, job: Receiving) -> None:
-        message = job.plan[job.next]
-        target = None if job.discard else direct(job.addresses, job.lengths, message)
-        staging = np.empty(message.nbytes, np.uint8) if target is None else None
+        target, nbytes = None, OWN_MESSAGE
+        if not job.discard:
+            message = job.plan[job.next]
+            target, nbytes = direct(job.addresses, job.lengths, message), message.nbytes
+        staging = np.empty(nbytes, np.uint8) if target is None else None
         request = self._worker.tag_recv(
             Array(staging if target is None else target), _tag(job.id, job.next)
         )

@@ -48,7 +48,8 @@ class Sending:
 class Receiving:
     """As `Sending`. `limit` is how many messages will come, None while that is not known.
 
-    With `discard` they are taken off the wire and thrown away.
+    With `discard` they are taken off the wire and thrown away, each at most OWN_MESSAGE bytes. What
+    is to be thrown away from the start has no plan: how much it would be is but the peer's word.
     """
 
     id: int
@@ -62,7 +63,7 @@ class Receiving:
     plan: list[Message] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = plan(self.lengths)
+        self.plan = [] if self.discard else plan(self.lengths)
         assert len(self.plan) < 1 << INDEX_BITS
         if not self.discard:
             self.limit = len(self.plan)
