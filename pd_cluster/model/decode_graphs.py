@@ -96,7 +96,7 @@ class DecodeGraphs:
         self._inputs = replace(filling(most).to(device), kv_indices=indices)
         self._logits: dict[int, Tensor] = {}
         self._attention: dict[int, CapturedAttention] = {}
-        capture = capture or _CudaCapture()
+        capture = capture or CudaCapture()
         # The largest first: the others then find all of their memory in the graphs' common pool.
         self._replay = {size: capture(self._step(size)) for size in reversed(self.sizes)}
 
@@ -151,7 +151,7 @@ class DecodeGraphs:
         return step
 
 
-class _CudaCapture:
+class CudaCapture:
     """Captures into graphs that share one memory pool: only one of them runs at a time."""
 
     def __init__(self) -> None:

@@ -44,12 +44,22 @@ def test_all_parts_pass_on_the_cpu_with_torch_triton_and_numpy_alone(tmp_path: P
         "kernels.page_scatter.triton.page_first.ps16.bfloat16",
         "kernels.decode_attention.triton.page_first.ps1.float32",
         "kernels.prefill_attention.triton.layer_first.ps4.bfloat16",
+        "kernels.filter_probabilities.triton.float32",
+        "kernels.step.triton.page_first.ps1.mixed.bfloat16",
+        "kernels.step.triton.layer_first.ps4.captured.float32",
         "model.layer_first.ps16.graphs.float32",
         "transfer.page_first",
         "transfer.layer_first",
     ):
         assert f"gpu.check.{name}" in checks
-    for name in ("decode_step_share", "prefill_share", "gather.ps1_share", "scatter.ps16_share"):
+    for name in (
+        "decode_attention.ps16_share",
+        "decode_attention.triton.ps1_share",
+        "decode_step_share",
+        "gather.ps1_share",
+        "prefill_share",
+        "scatter.ps16_share",
+    ):
         assert flat[f"gpu.{name}"] > 0
     assert "no GPU" in flat["gpu.skipped.measures"]
     assert flat["gpu.found.flashinfer"] == "none (no flashinfer here)"

@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pd_cluster.bench.gpu_check import steps
 from pd_cluster.bench.gpu_check.machine import DEVICE, ON_GPU
 from pd_cluster.bench.gpu_check.results import Report, Result
+from pd_cluster.bench.gpu_check.steps import TOLERANCE, distance
 from pd_kernels.backends import OPS
 from pd_kernels.page_gather import PAGE_GATHER, PAGE_SCATTER
+from pd_kernels.probability_filter import FILTER_PROBABILITIES
 from pd_kernels.registry import BackendUnavailable
 from pd_kernels.rope import rope_cos_sin, rope_frequencies
 
 HEADS, KV_HEADS, DIM, LAYERS = (32, 8, 128, 3) if ON_GPU else (4, 2, 16, 2)
 CONTEXTS = [1, 16, 700, 2049, 33] if ON_GPU else [1, 40]
 NEW = [1, 16, 150, 700, 1] if ON_GPU else [1, 33]
+VOCAB = 128_000 if ON_GPU else 50
 TOKENS, WIDTH = (100, 4096) if ON_GPU else (3, 100)
 BACKENDS = ("triton", "flashinfer")
-# Relative to the result's norm: the sums' order in float32, a few roundings in bfloat16.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class Case:
 def run(report: Report) -> None:
     torch.manual_seed(0)
     ops: dict[str, Any] = {op.name: op for op in OPS}
-    ops |= {PAGE_GATHER.name: PAGE_GATHER, PAGE_SCATTER.name: PAGE_SCATTER}
+    ops |= {op.name: op for op in (FILTER_PROBABILITIES, PAGE_GATHER, PAGE_SCATTER)}
     for dtype in (torch.float32, torch.bfloat16):
         for case in _cases(dtype):
             for backend in (each for each in BACKENDS if ops[case.op].has(each)):
                 report(_check(ops[case.op], backend, case, dtype))
+    steps.run(report)
 
 
 def _check(op: Any, backend: str, case: Case, dtype: torch.dtype) -> Result:
@@ -58,7 +61,7 @@ def _check(op: Any, backend: str, case: Case, dtype: torch.dtype) -> Result:
     except Exception as error:  # a kernel that does not compile raises what it likes
         return Result(name, "FAILED", detail=f"{type(error).__name__}: {error}"[:300])
     worst = max(
-        _distance(mine, right)
+        distance(mine, right)
         for mine, right in zip(actual, expected, strict=True)
         if right is not None
     )
@@ -83,13 +86,6 @@ def _copied(arguments: tuple[Any, ...]) -> list[Any]:
     return [copied(value) for value in arguments]
 
 
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative to the expected norm; what is not a number anywhere is infinitely far."""
-    difference = (actual.double() - expected.double()).norm()
-    distance = float(difference / expected.double().norm().clamp_min(1e-30))
-    return distance if distance == distance else float("inf")
-
-
 def _cases(dtype: torch.dtype) -> Iterator[Case]:
     x, residual, gates = (_rand(TOKENS, width, dtype=dtype) for width in (WIDTH, WIDTH, 2 * WIDTH))
     weight = _rand(WIDTH, dtype=dtype)
@@ -101,9 +97,28 @@ def _cases(dtype: torch.dtype) -> Iterator[Case]:
     q, k, v = torch.split(heads, [HEADS, KV_HEADS, KV_HEADS], dim=1)
     positions = torch.randint(4096, (TOKENS,), device=DEVICE)
     yield Case("rope", "", (q, k, positions, table), changed=(0, 1))
+    if dtype is torch.float32:
+        yield _filter()
     for layout in ("page_first", "layer_first"):
         for page_size in (1, 16) if ON_GPU or layout == "page_first" else (4,):
             yield from _paged(layout, page_size, k, v, dtype)
+
+
+def _filter() -> Case:
+    """Rows with many equal weights among them, some with every filter and some with none."""
+    logits = torch.randn(32 if ON_GPU else 2, VOCAB, device=DEVICE) * 3
+    logits[::2] = (logits[::2] * 8).round() / 8
+    weights = (logits - logits.amax(1, keepdim=True)).exp()
+
+    def column(first: float, other: float, dtype: torch.dtype) -> Tensor:
+        values = torch.full((len(weights),), other, dtype=dtype, device=DEVICE)
+        values[0] = first
+        return values
+
+    min_p, top_k = column(0.0, 1e-3, torch.float32), column(VOCAB, VOCAB // 7, torch.int32)
+    return Case(
+        "filter_probabilities", "", (weights, min_p, top_k, column(1.0, 0.9, torch.float64))
+    )
 
 
 def _paged(layout: str, page_size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[Case]:

@@ -11,11 +11,13 @@ import torch
 from pd_cluster.bench.gpu_check.machine import DEVICE, ON_GPU, gpu_kernels, seconds
 from pd_cluster.bench.gpu_check.random_model import SEVEN_B, SMALL, RandomWeights, prompt
 from pd_cluster.bench.gpu_check.results import Report, Result
+from pd_cluster.bench.gpu_check.steps import heads_of, planned_by
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.model.batch import Chunk, build_batch
 from pd_cluster.model.decode_graphs import DecodeGraphs
 from pd_cluster.model.decoder import Decoder
-from pd_kernels import decode_attention, page_gather, page_scatter
+from pd_kernels import page_gather, page_scatter, paged_attention
+from pd_kernels.registry import BackendUnavailable
 
 MODEL = SEVEN_B if ON_GPU else SMALL
 BATCH, CONTEXT = (32, 2048) if ON_GPU else (2, 16)
@@ -74,19 +76,30 @@ def _gather(measured: Measured, page_size: int, copy: float) -> None:
 
 
 def _attention(measured: Measured, page_size: int, copy: float) -> None:
+    """By the backend that a model would use, and by each alone."""
     pool = _pool(page_size, BATCH * CONTEXT, layers=2)
     each = CONTEXT // page_size
-    order = torch.randperm(pool.num_pages, device=DEVICE)[: BATCH * each].int()
-    indptr = torch.arange(BATCH + 1, device=DEVICE, dtype=torch.int32) * each
-    lens = torch.full((BATCH,), each * page_size, device=DEVICE, dtype=torch.int32)
+    order = np.random.default_rng(0).permutation(pool.num_pages)
+    chunks = [
+        Chunk(np.zeros(1, np.int64), each * page_size - 1, order[row * each : (row + 1) * each])
+        for row in range(BATCH)
+    ]
+    batch = build_batch(chunks, [], page_size).to(DEVICE)
     q = torch.randn(BATCH, MODEL.num_heads, MODEL.head_dim, device=DEVICE).to(DTYPE)
     pool.buffer.normal_()
     k, v = pool.k(1), pool.v(1)
-    scale = MODEL.head_dim**-0.5
-    took = seconds(lambda: decode_attention(q, k, v, indptr, order, lens, scale))
     moved = BATCH * each * page_size * _token_bytes() / MODEL.num_layers
-    measured(f"decode_attention.ps{page_size}_us", took * 1e6, f"batch {BATCH}, {CONTEXT} tokens")
-    measured(f"decode_attention.ps{page_size}_share", moved / took / copy, "of copy bandwidth")
+    heads = heads_of(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim, DTYPE)
+    for backend in ("", "triton", "flashinfer"):
+        try:
+            attention = planned_by(backend, heads) if backend else paged_attention(heads)
+        except BackendUnavailable:
+            continue  # the part before has told why
+        planned = attention.step(batch, batch.host, k)
+        took = seconds(lambda planned=planned: planned.attend(q, k, v))  # type: ignore[misc]
+        name = ".".join(["decode_attention", *filter(None, [backend]), f"ps{page_size}"])
+        measured(f"{name}_us", took * 1e6, f"batch {BATCH}, {CONTEXT} tokens")
+        measured(f"{name}_share", moved / took / copy, "of copy bandwidth")
 
 
 def _steps(measured: Measured, copy: float, matrix: float) -> None:

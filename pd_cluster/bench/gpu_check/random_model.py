@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pd_cluster.bench.gpu_check.machine import ON_GPU
 from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.rope_scaling import Rope
 from pd_cluster.model.weights import LayerWeights
@@ -18,7 +19,7 @@ SMALL = ModelConfig(
     hidden_size=64,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=16,
+    head_dim=64 if ON_GPU else 16,  # which all backends take, or which is quick
     intermediate_size=128,
     vocab_size=97,
     max_positions=256,
