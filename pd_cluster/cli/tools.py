@@ -64,6 +64,7 @@ def simulate(
     pages: Annotated[
         int | None, typer.Option(help="KV pages of each worker; else what its memory has room for.")
     ] = None,
+    host_pages: Annotated[int, typer.Option(help="Of each worker's host tier; 0: none.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = 512,
     hardware: Annotated[str, typer.Option(help="h200, h100, a100 or a YAML file.")] = "h100",
     model: Annotated[str, typer.Option(help="A known shape or a config.json.")] = "llama-3.1-8b",
@@ -95,6 +96,7 @@ def simulate(
         prefill=prefill,
         decode=decode,
         pages=pages,
+        host_pages=host_pages,
         page_size=page_size,
         hardware=hardware,
         model=model,

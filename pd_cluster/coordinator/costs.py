@@ -6,7 +6,8 @@
     tier      a + b n                                n tokens read from host memory, or storage
 
 Each is linear in its coefficients and refitted by least squares of the relative error with
-exponential forgetting; the prior keeps a small weight, so that a rate is never undefined.
+exponential forgetting; the prior keeps a small weight, so that a rate is never undefined: it says
+how the coefficients stand to each other, and what is measured says how large they are.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class FittedTime:
         self._forget = 0.5 ** (1 / HALF_LIFE)
         self._normal = np.zeros((len(prior), len(prior)))
         self._target = np.zeros(len(prior))
+        # Sums over observations: how many, and what they took by what the prior would have had.
+        self._seen = self._size = PRIOR_WEIGHT
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         if seconds <= 0:
@@ -46,6 +49,8 @@ class FittedTime:
         x = np.array(features) / seconds
         self._normal = self._normal * self._forget + np.outer(x, x)
         self._target = self._target * self._forget + x
+        self._seen = self._seen * self._forget + 1.0
+        self._size = self._size * self._forget + 1.0 / float(x @ self.prior)
         self._coefficients = None  # observed at every step, asked for by a placement
 
     @property
@@ -56,7 +61,7 @@ class FittedTime:
 
     def _fit(self) -> Floats:
         """Least squares; what would be negative is held at zero and the others fitted again."""
-        scale = self.prior
+        scale = self.prior * (self._size / self._seen)
         normal = self._normal * np.outer(scale, scale) + PRIOR_WEIGHT * np.eye(len(scale))
         target = self._target * scale + PRIOR_WEIGHT
         active = np.ones(len(scale), np.bool_)

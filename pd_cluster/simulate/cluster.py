@@ -43,7 +43,9 @@ from pd_cluster.types import (
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """`num_pages` of each worker; `page_size` and `chunk_tokens` in tokens."""
+    """`num_pages` of each worker, and `host_pages` of the tier below, 0 for none; `page_size` and
+    `chunk_tokens` in tokens.
+    """
 
     prefill: int
     decode: int
@@ -53,6 +55,7 @@ class ClusterShape:
     chunk_tokens: int = 8192
     local_tokens: int = 512
     heartbeat_s: float = 1.0
+    host_pages: int = 0
 
 
 @dataclass(slots=True)
@@ -177,6 +180,7 @@ class Simulation:
                 self,
                 times,
                 num_pages=shape.num_pages,
+                host_pages=shape.host_pages,
                 page_size=shape.page_size,
                 max_running=shape.max_running,
                 chunk_tokens=shape.chunk_tokens,
@@ -307,4 +311,5 @@ def priors(times: StepTimes) -> Priors:
         link_latency_s=times.hardware.nic_latency_s,
         link_bytes_per_s=times.hardware.nic_bandwidth,
         kv_bytes_per_token=times.model.kv_bytes_per_token,
+        host=(1e-5, times.model.kv_bytes_per_token / times.hardware.host_bandwidth),
     )

@@ -29,7 +29,7 @@ ROUTES: tuple[str, ...] = get_args(Route)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The command's options, as given. `trace` None: `num_conversations` generated ones; `pages`
-    None: what the hardware's memory has room for beside the weights.
+    None: what the hardware's memory has room for beside the weights; `host_pages` 0: no host tier.
     """
 
     trace: Path | None = None
@@ -39,6 +39,7 @@ class Options:
     prefill: int = 8
     decode: int = 8
     pages: int | None = None
+    host_pages: int = 0
     page_size: int = 512
     hardware: str = "h100"
     model: str = "llama-3.1-8b"
@@ -114,6 +115,8 @@ def _check(options: Options) -> None:
     for name, value in least.items():
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
+    if options.host_pages < 0:
+        raise ConfigError(f"--host-pages {options.host_pages}: must not be negative")
     if options.trace is None and (options.rate > 1 or options.seconds < float("inf")):
         raise ConfigError("--rate and --seconds are of a --trace, and none is given")
     if max(options.page_size, BLOCK_TOKENS) % options.page_size:
@@ -145,6 +148,7 @@ def _experiment(options: Options) -> Experiment:
             prefill=options.prefill,
             decode=options.decode,
             num_pages=pages,
+            host_pages=options.host_pages,
             page_size=options.page_size,
             max_running=options.max_running_requests,
             chunk_tokens=options.chunked_prefill_size,

@@ -55,6 +55,10 @@ def figures(simulation: Simulation, slo: Slo) -> Figures:
         "transfer.avoided_bytes": page_bytes
         * sum(worker.scheduler.decode.resident_pages for worker in decode),
     }
+    if simulation.shape.host_pages:
+        loaded = sum(worker.host_loaded_tokens for worker in simulation.workers.values())
+        out["host.hit_rate"] = sum(request.sources.host_hit for request in served) / prompt
+        out["host.loaded_bytes"] = loaded * prefill[0].times.model.kv_bytes_per_token
     for name, values in (("ttft", ttft), ("itl", gaps)):
         for percent in (50, 90, 99):
             out[f"{name}.p{percent}_s"] = float(np.quantile(values, percent / 100))

@@ -3,6 +3,7 @@
     step      overhead + max(c, m) + (1 - overlap) min(c, m) + attention FLOPs / F + KV / B
               c = linear FLOPs / F, m = weights / B
     transfer  latency + bytes / NIC, one after another on each NIC it goes through
+    tier      bytes / host, one after another
 
 FLOPs and bytes; F and B are what is reached of the peaks (`flops_efficiency`, `memory_efficiency`).
 """
@@ -41,11 +42,24 @@ class Hardware:
     memory_efficiency: float = 0.8
     step_overhead_s: float = 1e-3
     overlap: float = 1.0
+    host_bandwidth: float = 25e9  # between the KV pool and host memory, either way
 
 
 HARDWARE = {
-    "h200": Hardware(flops=989e12, memory_bandwidth=4.8e12, memory=141e9, nic_bandwidth=50e9),
-    "h100": Hardware(flops=989e12, memory_bandwidth=3.35e12, memory=80e9, nic_bandwidth=50e9),
+    "h200": Hardware(
+        flops=989e12,
+        memory_bandwidth=4.8e12,
+        memory=141e9,
+        nic_bandwidth=50e9,
+        host_bandwidth=50e9,
+    ),
+    "h100": Hardware(
+        flops=989e12,
+        memory_bandwidth=3.35e12,
+        memory=80e9,
+        nic_bandwidth=50e9,
+        host_bandwidth=50e9,
+    ),
     "a100": Hardware(flops=312e12, memory_bandwidth=2.04e12, memory=80e9, nic_bandwidth=25e9),
 }
 

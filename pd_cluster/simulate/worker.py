@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pd_cluster.cache.events import CacheEvent
-from pd_cluster.cache.eviction import make_eviction_policy
+from pd_cluster.cache.eviction import EvictionPolicy, make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured
+from pd_cluster.cache.tier_ops import CopyIn, CopyOut, TierEvent, TierOp
+from pd_cluster.cache.tiers import TieredCache
+from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured, TierMeasured
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.draw import Drawn
 from pd_cluster.simulate.clock import Clock
@@ -54,7 +56,10 @@ class Network(Protocol):
 
 
 class SimulatedWorker:
-    """`busy_s` is how long its engine computed; `nic_free` when its NIC is done (out, in)."""
+    """`busy_s` is how long its engine computed; `nic_free` when its NIC is done (out, in).
+
+    With `host_pages` it has a host tier, to which it writes through; 0 for none.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class SimulatedWorker:
         times: StepTimes,
         *,
         num_pages: int,
+        host_pages: int,
         page_size: int,
         max_running: int,
         chunk_tokens: int,
@@ -75,8 +81,7 @@ class SimulatedWorker:
         self.times = times
         self.page_size = page_size
         self.page_bytes = page_size * times.model.kv_bytes_per_token
-        policy = make_eviction_policy("lru", {})
-        self.cache = PrefixCache(PagePool(num_pages), page_size, policy, record_events=True)
+        self.cache = make_cache(num_pages, host_pages, page_size)
         self.scheduler = WorkerScheduler(
             self.cache,
             worker=self.id,
@@ -95,6 +100,7 @@ class SimulatedWorker:
         self.written_bytes = 0  # to decode workers
         self.pulled_bytes = 0  # from decode workers
         self.nic_free = [0.0, 0.0]
+        self.host_free = 0.0  # when all that is copied from or to host memory is there
         self._clock = clock
         self._network = network
         self._computing = False
@@ -123,6 +129,12 @@ class SimulatedWorker:
             routes=("remote", "remote+pull", "local"),
         )
 
+    @property
+    def host_loaded_tokens(self) -> int:
+        """That came up from its host tier, so far."""
+        tiers = self.scheduler.tiers
+        return 0 if tiers is None else tiers.tier_statistics().host_loaded
+
     def take_measured(self) -> list[Measured]:
         """The last step of each kind since the last call."""
         measured: list[Measured] = []
@@ -138,6 +150,8 @@ class SimulatedWorker:
                 self._last_decode, quiet.told = quiet.measured(step), step
         if self._last_decode is not None:
             measured.append(self._last_decode)
+        if isinstance(self.cache, TieredCache):
+            measured += [TierMeasured(*read) for read in self.cache.take_reads()]
         self._last_prefill = self._last_decode = None
         return measured
 
@@ -227,6 +241,8 @@ class SimulatedWorker:
         return finish
 
     def _obey(self, instructions: list[Instruction]) -> None:
+        for op in self.scheduler.take_tier_ops():
+            self._copy(op)
         for instruction in instructions:
             match instruction:
                 case Deliver():
@@ -276,6 +292,14 @@ class SimulatedWorker:
         source.nic_free[0] = target.nic_free[1] = end
         return end + hardware.nic_latency_s
 
+    def _copy(self, op: TierOp) -> None:
+        """Between the pool and host memory, beside what is computed."""
+        assert isinstance(op, CopyOut | CopyIn), "nothing lies below host memory here"
+        seconds = len(op.device) * self.page_bytes / self.times.hardware.host_bandwidth
+        self.host_free = max(self._clock.now, self.host_free) + seconds
+        done = TierEvent(op.op, seconds=seconds)
+        self._clock.at(self.host_free, lambda: self.handle(done))
+
     def _flush(self) -> None:
         events, self._events = tuple(self._events), []
         update = KvUpdate(self.id, self._next_event, events)
@@ -283,3 +307,14 @@ class SimulatedWorker:
         if not self._network.kv_events(update):
             snapshot = tuple(self.cache.snapshot())
             self._network.kv_events(KvUpdate(self.id, self._next_event, snapshot, snapshot=True))
+
+
+def make_cache(num_pages: int, host_pages: int, page_size: int) -> PrefixCache:
+    def lru() -> EvictionPolicy:
+        return make_eviction_policy("lru", {})
+
+    pool = PagePool(num_pages)
+    if not host_pages:
+        return PrefixCache(pool, page_size, lru(), record_events=True)
+    host = PrefixCache(PagePool(host_pages), page_size, lru(), record_events=True, tier="host")
+    return TieredCache(pool, page_size, lru(), host=host, record_events=True)

@@ -52,7 +52,13 @@ class Tiers:
             PagePool(device),
             page_size,
             make_eviction_policy(policy, {}),
-            host=PrefixCache(PagePool(host), page_size, make_eviction_policy(policy, {})),
+            host=PrefixCache(
+                PagePool(host),
+                page_size,
+                make_eviction_policy(policy, {}),
+                record_events=options.get("record_events", False),
+                tier="host",
+            ),
             storage_block=None if storage is None else block,
             **options,
         )

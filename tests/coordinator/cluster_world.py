@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pd_cluster.cache.events import StorageHolds
 from pd_cluster.config import Config
 from pd_cluster.coordinator.choice import RouteLimits, Weights
-from pd_cluster.coordinator.costs import Priors
+from pd_cluster.coordinator.costs import Priors, TierMeasured
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.coordinator.prefix_hash import block_hashes, pack_hashes
 from pd_cluster.coordinator.settings import Scheduling
@@ -37,6 +38,7 @@ from pd_cluster.types import (
     pack_ints,
 )
 from tests.worker.harness import FakeWorker, World, expected_answer, random_prompt
+from tests.worker.tiered import Storage, TieredWorker, TieredWorld
 
 # One world step is a second, and messages are lost: leases and silences last long.
 CONFIG = Config.model_validate(
@@ -81,18 +83,15 @@ class ClusterWorld:
         workers: int = 2,
         by_priority: bool = False,
         retraction_policy: RetractionPolicy = "length",
+        tiers: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
+        self.storage: Storage | None = {} if tiers else None  # shared by all
         self.page_size = page_size
         self.pages = pages
-        self.world = World.make(
-            seed,
-            prefill=workers,
-            decode=workers,
-            pages=pages,
-            page_size=page_size,
-            chunk=CHUNK,
-        )
+        names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(workers)]
+        make = TieredWorld if tiers else World
+        self.world = make([self._worker(name) for name in names], random.Random(seed))
         self.world.reorder = True
         self.scheduling = Scheduling(
             placement=placement,
@@ -110,6 +109,7 @@ class ClusterWorld:
         self.disturb = False
         self.born = workers
         self.restarts = 0
+        self.reads = 0
         self.state = self._new_state()
         for worker in self.world.workers:
             self._report(worker)
@@ -160,9 +160,7 @@ class ClusterWorld:
         worker = self.rng.choice(self.world.workers)
         role = worker.id.name.split("-")[0]
         self.world.kill(worker)
-        newborn = FakeWorker(
-            f"{role}-{self.born}", self.pages // self.page_size, self.page_size, CHUNK
-        )
+        newborn = self._worker(f"{role}-{self.born}")
         self.born += 1
         self.world.workers.append(newborn)
         self._report(newborn)
@@ -222,6 +220,14 @@ class ClusterWorld:
                 assert client.sent == expected, f"{name}: an answer that is not whole"
 
     # --- within ---
+
+    def _worker(self, name: str) -> FakeWorker:
+        pages = self.pages // self.page_size
+        if self.storage is None:
+            return FakeWorker(name, pages, self.page_size, CHUNK)
+        return TieredWorker(
+            name, pages, self.page_size, self.storage, chunk=CHUNK, host_pages=2 * pages
+        )
 
     def _new_client(
         self,
@@ -371,11 +377,18 @@ class ClusterWorld:
             waiting=scheduler.prefill.waiting,
             attempts=tuple(scheduler.decode.sequences),
             routes=WHOLE,  # type: ignore[arg-type]
+            store="" if self.storage is None else "store",
         )
         if self._lost():
             return
         reply, answers = self.state.report(report, self.world.now)
         scheduler.decode.retraction_policy = reply.retraction_policy
         self._coordinate(lambda: answers)
-        held = tuple(worker.cache.snapshot())
-        self.state.kv_events(KvUpdate(worker.id, 0, held, snapshot=True), self.world.now)
+        held = list(worker.cache.snapshot())
+        # What is in storage is told once, and of pages that are still there.
+        held += [each for each in worker.cache.take_events() if isinstance(each, StorageHolds)]
+        self.state.kv_events(KvUpdate(worker.id, 0, tuple(held), snapshot=True), self.world.now)
+        if isinstance(worker, TieredWorker):
+            reads = [TierMeasured(*read) for read in worker.cache.take_reads()]
+            self.reads += len(reads)
+            self.state.measured(worker.id, reads)

@@ -38,6 +38,7 @@ class ClusterMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4]),
         by_priority=st.booleans(),
         retraction_policy=st.sampled_from(["length", "priority"]),
+        tiers=st.booleans(),
     )
     def start(
         self,
@@ -47,6 +48,7 @@ class ClusterMachine(RuleBasedStateMachine):
         page_size: int,
         by_priority: bool,
         retraction_policy: RetractionPolicy,
+        tiers: bool,
     ) -> None:
         self.cluster = ClusterWorld(
             seed,
@@ -55,6 +57,7 @@ class ClusterMachine(RuleBasedStateMachine):
             page_size=page_size,
             by_priority=by_priority,
             retraction_policy=retraction_policy,
+            tiers=tiers,
         )
 
     @rule(count=st.integers(1, 8))
@@ -102,6 +105,7 @@ class ClusterMachine(RuleBasedStateMachine):
             SEEN.update(self.cluster.outcomes)
             SEEN["preempted"] += self.cluster.preemptions
             SEEN["restarts"] += self.cluster.restarts
+            SEEN["read from tiers"] += self.cluster.reads
             SEEN["cancelled early"] += len(self.cluster.world.cancelled_early)
 
 
@@ -119,7 +123,15 @@ def run_machine(examples: int, steps: int) -> None:
         ),
     )
     # It has met what it is about.
-    for what in ("refused", "retracted", "failed", "preempted", "restarts", "cancelled early"):
+    for what in (
+        "refused",
+        "retracted",
+        "failed",
+        "preempted",
+        "restarts",
+        "cancelled early",
+        "read from tiers",
+    ):
         assert SEEN[what], (what, SEEN)
 
 

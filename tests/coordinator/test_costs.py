@@ -13,6 +13,7 @@ from pd_cluster.coordinator.costs import (
     PrefillMeasured,
     Priors,
     Rates,
+    TierMeasured,
 )
 from pd_cluster.types import WorkerId
 
@@ -67,3 +68,25 @@ def test_bandwidth_is_known_by_pair_and_forgotten_with_its_worker() -> None:
     assert D not in rates.pairs[P]
     rates.forget(P)
     assert not rates.pairs
+
+
+def test_reads_from_a_tier_are_learnt_and_each_tier_apart() -> None:
+    rates = Rates()
+    before = rates.read_s("storage", np.array([0, 1000]))
+    for tokens in (100, 1000, 4000):
+        for _ in range(100):
+            rates.observe(P, TierMeasured("host", tokens, 2e-3 + tokens * 5e-6))
+    read = rates.read_s("host", np.array([0, 2000]))
+    assert read[0] == 0.0, "nothing to read takes no time"
+    assert read[1] == pytest.approx(12e-3, rel=0.02)
+    assert np.array_equal(rates.read_s("storage", np.array([0, 1000])), before)
+
+
+def test_a_prior_that_is_far_off_is_not_held_on_to() -> None:
+    """Too fast or too slow by a factor of a thousand."""
+    for factor in (1e-3, 1e3):
+        rates = Rates()
+        truth = 640 * 1e-5 * factor
+        for _ in range(50):
+            rates.observe(P, TierMeasured("host", 640, truth))
+        assert rates.read_s("host", np.array([640]))[0] == pytest.approx(truth, rel=0.05)

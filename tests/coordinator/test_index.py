@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pd_cluster.cache.events import PagesCleared, PagesRemoved, PagesStored
+from pd_cluster.cache.events import PagesCleared, PagesRemoved, PagesStored, StorageHolds
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import OutOfPages, PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.coordinator.holders import ExpectedTable, HolderTable
+from pd_cluster.cache.tier_ops import WritePolicy
+from pd_cluster.coordinator.holders import ExpectedTable, HolderTable, Stores
 from pd_cluster.coordinator.index import KvUpdate, PrefixIndex
 from pd_cluster.coordinator.prefix_hash import (
     block_hashes,
@@ -20,6 +23,7 @@ from pd_cluster.coordinator.prefix_hash import (
     unpack_hashes,
 )
 from pd_cluster.types import IntArray, WorkerId
+from tests.cache.tiered import Tiers
 
 A, B, C = (WorkerId(f"prefill-{i}", "i0") for i in range(3))
 
@@ -166,6 +170,86 @@ def test_a_worker_that_goes_takes_its_entries_with_it() -> None:
     index.validate()
 
 
+def below(index: PrefixIndex, values: IntArray, held: list[int]) -> tuple[list[int], list[int]]:
+    found = index.match_below(block_hashes(values, index.block).tolist(), np.array(held))
+    assert found is not None
+    return found[0].tolist(), found[1].tolist()
+
+
+def host(event: PagesStored) -> PagesStored:
+    return replace(event, tier="host")
+
+
+def test_each_tier_is_known_apart_and_a_shared_chain_is_stored_once_on_it() -> None:
+    index = make_index(A, B)
+    values = np.arange(16, dtype=np.int32)
+    assert index.match_below([1, 2], np.zeros(2, np.int64)) is None
+    index.apply(KvUpdate(A, 0, (stored(values[:8], list(range(8))),)))
+    # Pages of different tiers have the same numbers.
+    for worker, first in ((A, 1), (B, 0)):
+        index.apply(KvUpdate(worker, first, (host(stored(values, list(range(16)))),)))
+    assert (len(index.holders), len(index.hosts)) == (2, 4)
+    assert match(index, values, 2) == [8, 0]
+    assert below(index, values, [8, 0]) == ([16, 16], [16, 16])
+    # What leaves the pool stays below; what leaves the host tier as well is gone.
+    index.apply(KvUpdate(A, 2, (PagesCleared(),)))
+    assert match(index, values, 2) == [0, 0]
+    assert below(index, values, [0, 0])[0] == [16, 16]
+    index.apply(KvUpdate(A, 3, (PagesRemoved(np.arange(8, 16), "host"),)))
+    assert below(index, values, [0, 0])[0] == [8, 16]
+    index.apply(KvUpdate(B, 1, (PagesCleared("host"),)))
+    assert below(index, values, [0, 12])[0] == [8, 12], "never less than the pool's own"
+    index.validate()
+
+
+def test_a_gap_and_a_death_empty_every_tier_of_the_worker() -> None:
+    index = make_index(A, B)
+    values = np.arange(8, dtype=np.int32)
+    whole = (stored(values, list(range(8))), host(stored(values, list(range(8)))))
+    for worker in (A, B):
+        index.apply(KvUpdate(worker, 0, whole))
+    assert not index.apply(KvUpdate(A, 9, ()))
+    assert match(index, values, 2) == [0, 8]
+    assert below(index, values, [0, 8])[0] == [0, 8]
+    index.apply(KvUpdate(A, 9, whole, snapshot=True))
+    assert below(index, values, [0, 0])[0] == [8, 8]
+    index.leave(B)
+    assert below(index, values, [0, 0])[0] == [8, 0]
+    index.validate()
+
+
+def test_a_store_is_known_to_all_who_share_it_and_outlives_them() -> None:
+    stores = Stores()
+    prefill, decode = PrefixIndex(1, 4, stores), PrefixIndex(1, 4, stores)
+    prefill.join(A, 0, "file@one")
+    prefill.join(B, 1, "file@two")
+    decode.join(C, 0, "file@one")
+    values = np.arange(12, dtype=np.int32)
+    pages = np.arange(12, dtype=np.int32)
+    prefill.apply(KvUpdate(A, 0, (host(stored(values, pages.tolist())),)))
+    # Its second block, by its pages; then the third, of which one page has left the host.
+    prefill.apply(KvUpdate(A, 1, (StorageHolds(pages[4:8]),)))
+    prefill.apply(KvUpdate(A, 2, (PagesRemoved(pages[11:], "host"), StorageHolds(pages[8:]))))
+    assert below(prefill, values, [0, 4]) == ([8, 4], [8, 4])
+    assert below(decode, values, [4]) == ([4], [8])
+    assert below(decode, values, [0]) == ([0], [0]), "a run from where the pool's own ends"
+    prefill.leave(A)
+    assert below(decode, values, [4]) == ([4], [8])
+    decode.validate()
+    prefill.validate()
+
+
+def test_of_too_many_stored_blocks_the_oldest_go() -> None:
+    stores = Stores(limit=3)
+    stores.add("s", [1, 2, 3])
+    stores.add("s", [1, 4])
+    runs = stores.runs("s", [1, 2, 3, 4])
+    assert runs is not None
+    assert runs.tolist() == [1, 1, 4, 4, 4]
+    assert stores.runs("s", [2]) is None
+    assert stores.runs("other", [1]) is None
+
+
 def test_what_is_expected_counts_until_every_attempt_takes_it_back() -> None:
     index = make_index(A, B)
     values = np.arange(8, dtype=np.int32)
@@ -230,3 +314,40 @@ def test_it_follows_real_caches(seed: int, page_size: int) -> None:
             for probe in prompts:
                 length = held.match(probe, now=float(step), count_hit=False).length
                 assert match(index, probe, 2)[slot] == length // index.block * index.block
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_follows_a_real_cache_with_tiers(seed: int, write: WritePolicy) -> None:
+    """Copies that end late, evictions from both tiers, blocks written to storage and read back."""
+    rng = random.Random(seed)
+    tiers = Tiers(device=24, host=40, storage={}, write_policy=write, record_events=True)
+    index = PrefixIndex(1, tiers.block)
+    index.join(A, 0, "store")
+    prompts = [np.array([rng.randrange(3) for _ in range(16)], np.int32) for _ in range(6)]
+    first, seen = 0, [0, 0]
+    for _ in range(200):
+        prompt = rng.choice(prompts)[: rng.randrange(4, 17)]
+        with suppress(OutOfPages):  # too much of the pool is being copied
+            tiers.run(prompt)
+        for _ in range(rng.randrange(4)):
+            tiers.step()
+        events = tuple(tiers.cache.take_events())
+        assert index.apply(KvUpdate(A, first, events))
+        first += len(events)
+        index.validate()
+        for probe in prompts:
+            hashes = block_hashes(probe, index.block).tolist()
+            held = index.match(hashes, 1)
+            assert held[0] == tiers.cache.tree.walk(probe, None)[1] // 4 * 4
+            reach, stored = (depth[0] for depth in index.match_below(hashes, held) or (held, held))
+            assert reach == max(held[0], tiers.cache.host.tree.walk(probe, None)[1] // 4 * 4)
+            seen = [seen[0] + (reach > held[0]), seen[1] + (stored > reach)]
+            ends = range(int(reach) + 4, int(stored) + 1, 4)
+            assert all((None, tuple(probe[:end].tolist())) in tiers.storage for end in ends)
+    assert min(seen) > 0, seen
+    whole = tuple(tiers.cache.snapshot())
+    index.apply(KvUpdate(A, first + 5, ()))
+    assert index.apply(KvUpdate(A, first + 5, whole, snapshot=True))
+    hashes = block_hashes(prompts[0], index.block).tolist()
+    assert index.match(hashes, 1)[0] == tiers.cache.tree.walk(prompts[0], None)[1] // 4 * 4

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits, Weights
-from pd_cluster.coordinator.costs import Priors, Rates
+from pd_cluster.coordinator.costs import Priors, Rates, TierMeasured
 from pd_cluster.coordinator.fleet import Fleet
 from pd_cluster.coordinator.placement import POLICIES, Cost, make_placement_policy
 from pd_cluster.types import WorkerId
@@ -18,15 +20,20 @@ PRIORS = Priors(
     link_latency_s=0.0,
     link_bytes_per_s=1e6,
     kv_bytes_per_token=100,
+    host=(1e-3, 1e-5),
+    storage=(5e-3, 1e-4),
 )
 HASHES = tuple(range(1, 11))  # ten blocks of 64 tokens
 
 
 class Sides:
-    def __init__(self, prefill: int = 2, decode: int = 2, **weights: float) -> None:
+    def __init__(
+        self, prefill: int = 2, decode: int = 2, stores: Sequence[str] = (), **weights: float
+    ) -> None:
         self.prefill, self.decode = Fleet(1), Fleet(1)
         for index in range(prefill):
-            self.prefill.join(WorkerId(f"prefill-{index}", "a"), 100_000)
+            store = stores[index] if stores else ""
+            self.prefill.join(WorkerId(f"prefill-{index}", "a"), 100_000, store)
         for index in range(decode):
             self.decode.join(WorkerId(f"decode-{index}", "a"), 100_000)
         self.policy = Cost(Rates(PRIORS), Weights(**weights))
@@ -187,6 +194,72 @@ def test_local_needs_no_prefill_worker_to_be_free() -> None:
     assert isinstance(sides.choose(), Later)
     sides.policy.limits = RouteLimits(local=True)
     assert sides.chosen().route == "local"
+
+
+def test_who_has_it_in_host_memory_is_preferred_to_who_has_nothing() -> None:
+    sides = Sides()
+    for key in HASHES:
+        sides.prefill.index.hosts.add(key, 1)
+    choice = sides.chosen()
+    assert (choice.prefill, choice.prefill_held, choice.prefill_below) == (1, 0, 640)
+    # Reading is no work of the engine's: it computes what is left.
+    assert choice.prefill_s == pytest.approx(1e-3)
+    best = choice.reasons["prefill"][0]
+    assert (best.held, best.below) == (0, 640)
+    assert best.terms["promote"] == pytest.approx(1e-3 + 640 * 1e-5)
+    assert best.cost == pytest.approx(sum(best.terms.values()))
+    # The pool is better than the tier below it, and the tier better than a part in the pool.
+    sides.hold(sides.prefill, 0, 5)
+    assert sides.chosen().prefill == 1
+    sides.hold(sides.prefill, 0, 10)
+    assert sides.chosen().prefill == 0
+
+
+def test_reading_that_takes_longer_than_computing_is_not_waited_for() -> None:
+    sides = Sides()
+    for key in HASHES:
+        sides.prefill.index.hosts.add(key, 1)
+    for _ in range(2000):
+        sides.policy.rates.observe(WorkerId("prefill-1", "a"), TierMeasured("host", 640, 6.4))
+    choice = sides.chosen()
+    assert (choice.prefill, choice.prefill_below) == (0, 0)
+    assert choice.reasons["prefill"][1].below == 0
+
+
+def test_storage_is_read_where_that_pays_by_whoever_shares_the_store() -> None:
+    sides = Sides(stores=["", "shared"])
+    sides.prefill.index.stores.add("shared", HASHES)
+    choice = sides.chosen()
+    assert (choice.prefill, choice.prefill_below) == (1, 640)
+    read_s = 5e-3 + 640e-4 + 1e-3 + 640e-5  # into host memory, and from there
+    assert choice.reasons["prefill"][0].terms["promote"] == pytest.approx(read_s)
+    # A part of it in the pool leaves less to read.
+    sides.hold(sides.prefill, 1, 5)
+    assert sides.chosen().prefill_below == 320
+
+
+def test_decode_loads_or_has_sent_whichever_takes_less() -> None:
+    sides = Sides()
+    for key in HASHES:
+        sides.decode.index.hosts.add(key, 1)
+    choice = sides.chosen()  # 7.4 ms from the host, 64 ms over the link
+    assert (choice.decode, choice.decode_held, choice.decode_below) == (1, 0, 640)
+    assert choice.promote
+    assert choice.decode_s == pytest.approx(100 / 1e6), "one token is sent"
+    sides.policy.rates.bandwidth = 1e9
+    choice = sides.chosen()
+    assert (choice.decode, choice.decode_below, choice.promote) == (0, 0, True)
+    sides.decode.ready[0] = False
+    choice = sides.chosen()
+    assert (choice.decode, choice.decode_below, choice.promote) == (1, 0, False)
+    # What would be computed is worth loading, however fast the link.
+    sides.policy.limits = RouteLimits(local=True)
+    choice = sides.chosen()
+    assert (choice.route, choice.decode_below, choice.promote) == ("local", 640, True)
+    sides.policy.limits = RouteLimits(pull=True)
+    choice = sides.chosen()
+    assert (choice.route, choice.decode_below, choice.promote) == ("remote+pull", 640, True)
+    assert choice.prefill_s == pytest.approx(1e-3 + 64000 / 1e9)
 
 
 def test_reasons_name_every_candidates_terms() -> None:

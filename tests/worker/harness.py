@@ -17,7 +17,7 @@ import numpy as np
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.draw import Drawn
+from pd_cluster.draw import Drawn, Scores
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -112,7 +112,11 @@ class FakeWorker:
         for source, target in batch.copies:
             self.memory[target] = self.memory[source]
         drawn = [self._run(row) for row in batch.rows]
-        return [Drawn(token) for token in drawn if token is not None]
+        return [
+            Drawn(token, scores=None if row.known is None else known_scores(row))
+            for row, token in zip(batch.rows, drawn, strict=True)
+            if row.asks
+        ]
 
     def _run(self, row: Row) -> int | None:
         sequence = self.scheduler.decode.sequences.get(row.attempt)
@@ -126,6 +130,15 @@ class FakeWorker:
             page, offset = divmod(position, self.page_size)
             self.memory[row.pages[page], offset] = hashes[position]
         return next_token(hashes[-1]) if row.draw is not None else None
+
+
+def known_scores(row: Row) -> Scores:
+    """Each token's id as its logprob, so that one sees which was scored."""
+    assert row.known is not None
+    tokens = row.known.tokens
+    assert len(row.tokens) == row.num_logits
+    none = np.empty((len(tokens), 0))
+    return Scores(tokens.astype(np.float32), tokens, none.astype(np.int32), none.astype(np.float32))
 
 
 @dataclass
@@ -198,6 +211,7 @@ class World:
         route: Route = "remote",
         priority: int = 0,
         retractions: int = 0,
+        prompt_logprobs: int = -1,
     ) -> AttemptId:
         attempt = AttemptId(name, number)
         tokens = np.concatenate([prompt, np.array(sent or [], np.int32)])
@@ -207,7 +221,12 @@ class World:
             prefill=self.worker(prefill).id,
             tokens=pack_ints(tokens),
             prompt_len=len(prompt),
-            params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos),
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                ignore_eos=ignore_eos,
+                prompt_logprobs=prompt_logprobs,
+            ),
             timeout_s=timeout_s,
             namespace=namespace,
             route=route,

@@ -8,8 +8,11 @@ from pd_cluster.cache.events import PagesRemoved
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
+from pd_cluster.coordinator.costs import TierMeasured
+from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.types import WorkerId
 from pd_cluster.worker.kv_feed import MAX_UNCONFIRMED, KvFeed
+from tests.cache.tiered import Tiers
 
 CHANGE = [PagesRemoved(np.zeros(1, np.int32))]
 
@@ -47,3 +50,18 @@ def test_a_snapshot_confirms_all_that_was_lost_and_an_outage_takes_no_memory():
     feed.resend()
     feed.confirmed(feed.updates)
     assert feed.lag_s(5000.0) == 0.0
+
+
+def test_reads_from_lower_tiers_are_told():
+    sent: list[bytes] = []
+    tiers = Tiers(device=16, host=32, record_events=True)
+    feed = KvFeed(WorkerId("decode-0", "a"), tiers.cache, sent.append)
+    prompts = [np.arange(start, start + 12, dtype=np.int32) for start in (0, 100)]
+    for prompt in (*prompts, prompts[0]):  # of which eight pages had to go
+        tiers.run(prompt)
+        tiers.drain()
+    feed.take(tiers.cache.take_events(), 0.0)
+    feed.flush(0.0)
+    update, measured = decode_update(sent[0])
+    assert {getattr(event, "tier", None) for event in update.events} == {"device", "host"}
+    assert measured == [TierMeasured("host", 8, 1.0)]

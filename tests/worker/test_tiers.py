@@ -3,144 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 
-from pd_cluster.cache.block_hash import chain_hashes, namespace_hash
-from pd_cluster.cache.eviction import make_eviction_policy
-from pd_cluster.cache.page_pool import PagePool
-from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.cache.tier_ops import (
-    CopyIn,
-    CopyOut,
-    FetchBlocks,
-    ProbeBlocks,
-    StopFetch,
-    StoreBlocks,
-    TierEvent,
-    TierOp,
-)
-from pd_cluster.cache.tiers import TieredCache
-from pd_cluster.types import AttemptId, CancelAttempt, IntArray, Route, Sources
-from pd_cluster.worker.instructions import Instruction
-from pd_cluster.worker.scheduler import WorkerScheduler
-from tests.worker.harness import EOS, VOCAB, FakeWorker, World, expected_answer, random_prompt
-
-BLOCK = 16
-Storage = dict[bytes, np.ndarray]
-
-
-class TieredWorker(FakeWorker):
-    """A worker with host memory, and storage that outlives it."""
-
-    def __init__(
-        self, name: str, num_pages: int, page_size: int, storage: Storage, **options: Any
-    ) -> None:
-        super().__init__(name, num_pages, page_size, 32)
-        policy = make_eviction_policy("lru", {})
-        host = PrefixCache(PagePool(options.pop("host_pages")), page_size, policy)
-        keep_answers = options.pop("keep_answers", True)
-        self.cache = TieredCache(
-            PagePool(num_pages),
-            page_size,
-            make_eviction_policy("lru", {}),
-            host=host,
-            storage_block=BLOCK,
-            **options,
-        )
-        old = self.scheduler
-        self.scheduler = WorkerScheduler(
-            self.cache,
-            worker=self.id,
-            agent=name.encode(),
-            region=(0, 0, 0),
-            eos_token_ids=[EOS],
-            max_running=1000,
-            chunk_tokens=old.chunk_tokens,
-            local_tokens=old.local_tokens,
-            keep_answers=keep_answers,
-            prefill_s=1e6,
-            transfer_s=1e6,
-            drain_s=1e6,
-        )
-        self.host_memory = np.zeros((host.pool.num_pages, page_size), np.int64)
-        self.storage = storage
-        self.ops: deque[TierOp] = deque()
-
-    def take_ops(self) -> None:
-        for op in self.scheduler.take_tier_ops():
-            if isinstance(op, CopyOut) and op.now:
-                self.mailbox.append(self.carry_out(op))
-            elif not isinstance(op, StopFetch):  # may be too late: here it always is
-                self.ops.append(op)
-
-    def carry_out(self, op: TierOp) -> TierEvent:
-        tokens = 0
-        match op:
-            case CopyOut():
-                self.host_memory[op.host] = self.memory[op.device]
-            case CopyIn():
-                self.memory[op.device] = self.host_memory[op.host]
-            case ProbeBlocks():
-                for key in self.keys(op):
-                    if key not in self.storage:
-                        break
-                    tokens += BLOCK
-            case FetchBlocks():
-                size = BLOCK // self.page_size
-                for number, key in enumerate(self.keys(op)):
-                    if key not in self.storage:
-                        break
-                    self.host_memory[op.host[number * size :][:size]] = self.storage[key]
-                    tokens += BLOCK
-            case StoreBlocks():
-                size = BLOCK // self.page_size
-                for number, key in enumerate(self.keys(op)):
-                    pages = op.host[number * size :][:size]
-                    self.storage[key] = self.host_memory[pages].copy()
-        return TierEvent(op.op, tokens, seconds=1e-6)
-
-    def keys(self, op: ProbeBlocks | FetchBlocks | StoreBlocks) -> list[bytes]:
-        keys = chain_hashes(op.tokens, BLOCK, namespace_hash(op.namespace))
-        return keys[op.start // BLOCK :]
-
-
-class TieredWorld(World):
-    """Copies end in their order, at any time."""
-
-    def step(self) -> bool:
-        self.now += 1.0
-        choices: list[tuple[str, object]] = [("mail", w) for w in self.workers if w.mailbox]
-        choices += [("land", t) for t in self.transfers]
-        choices += [("compute", w) for w in self.workers if not w.scheduler.idle]
-        choices += [("copy", w) for w in self.tiered if w.ops]
-        self.rng.shuffle(choices)
-        return any(self._do(kind, subject) for kind, subject in choices)
-
-    @property
-    def tiered(self) -> list[TieredWorker]:
-        return [worker for worker in self.workers if isinstance(worker, TieredWorker)]
-
-    def _do(self, kind: str, subject: object) -> bool:
-        if kind != "copy":
-            return super()._do(kind, subject)
-        assert isinstance(subject, TieredWorker)
-        subject.mailbox.append(subject.carry_out(subject.ops.popleft()))
-        return True
-
-    def _compute(self, worker: FakeWorker) -> bool:
-        assert isinstance(worker, TieredWorker)
-        before = len(worker.ops)
-        self._obey(worker, worker.scheduler.tick(self.now))
-        return super()._compute(worker) or len(worker.ops) > before
-
-    def _obey(self, worker: FakeWorker, instructions: list[Instruction]) -> None:
-        assert isinstance(worker, TieredWorker)
-        worker.take_ops()
-        super()._obey(worker, instructions)
+from pd_cluster.types import AttemptId, CancelAttempt, IntArray, Route, Sources, StartAttempt
+from tests.worker.harness import VOCAB, expected_answer, random_prompt
+from tests.worker.tiered import Storage, TieredWorker, TieredWorld
 
 
 def make_world(
@@ -278,6 +149,24 @@ def test_answers_are_not_kept_where_that_is_so_set() -> None:
         cache = world.tiered[1].cache
         kept.append(cache.match(longer, now=world.now, count_hit=False).length)
     assert kept == [41, 30]
+
+
+def test_decode_has_sent_what_it_is_told_not_to_load() -> None:
+    world = make_world(1, pages=240, host=600)
+    prompts = [prompt_of(60, seed) for seed in range(8)]
+    serve(world, prompts, "cold")
+    decode = world.worker("decode-0")
+    loaded = world.tiered[1].cache.tier_statistics().host_loaded
+    for number, promote in enumerate((False, True)):
+        attempt = world.request(prompts[number], name=f"warm{number}")
+        start = decode.mailbox.pop()
+        assert isinstance(start, StartAttempt)
+        decode.mailbox.append(msgspec.structs.replace(start, promote=promote))
+        at_rest(world)
+        assert world.answer(attempt) == expected_answer(prompts[number], 8)
+        resident = {output.resident for output in world.outputs[attempt]}
+        assert resident == ({60} if promote else {0})
+    assert world.tiered[1].cache.tier_statistics().host_loaded - loaded == 60
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
