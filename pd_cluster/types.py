@@ -59,7 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency penalties look at the answer, the repetition penalty at the prompt too; `logit_bias`
     is (token, bias) pairs. `max_tokens` and `min_tokens` count the whole answer, over all attempts;
     `seed` is always set (the gateway picks one where the client did not). `logprobs` is how many
-    of the likeliest tokens are reported with each token, -1 for no logprobs at all.
+    of the likeliest tokens are reported with each token, -1 for no logprobs at all;
+    `prompt_logprobs` is the same for the prompt's tokens, which are then all computed.
     """
 
     max_tokens: int
@@ -76,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +86,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The logprobs of a prompt's tokens, from the second on, each given those before it.
+
+    Little-endian float32 and int32: `logprobs` and `ranks` (1 is the likeliest) have one number a
+    token, `top_ids` and `top_logprobs` have `top` a token, the likeliest first.
+    """
+
+    top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
 
 
 class Sources(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,6 +311,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queue_s: float
     prefill_s: float
     logprobs: TokenLogprobs | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -319,7 +336,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     `number` counts the attempt's outputs from 0: messages may overtake each other on their way.
     `finish_reason` is set with `outcome` "finished"; `message` explains every other outcome.
     `resident` is the part of the prompt that decode held when it reserved. `sources` come with the
-    first token.
+    first token, and so do `prompt_scores` where they were asked for.
     """
 
     attempt: AttemptId
@@ -331,6 +348,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     resident: int = 0
     sources: Sources | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
@@ -14,7 +15,7 @@ from pd_cluster.gateway.instructions import Usage
 from pd_cluster.gateway.tasks import stop_tasks
 from pd_cluster.gateway.text import TextOptions, TextStream
 from pd_cluster.model.tokenizer import Tokenizer
-from pd_cluster.types import FinishReason, TokenLogprobs
+from pd_cluster.types import FinishReason, PromptScores, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Piece:
     """What came next; the last piece has a `finish_reason`.
 
     `matched` is the stop string that was found. `logprobs` has one entry a token where they were
-    asked for; the text of these tokens may still be held back.
+    asked for; the text of these tokens may still be held back. `prompt_scores` come with the first
+    piece.
     """
 
     text: str
@@ -31,6 +33,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     matched: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
@@ -40,6 +43,9 @@ async def stream_pieces(
     backend: Backend, tokenizer: Tokenizer, request: GenerateRequest, options: TextOptions
 ) -> AsyncGenerator[Piece, None]:
     """Close it (`aclosing`): that stops the request on the workers."""
+    if request.prompt_only:
+        yield await _prompt_piece(backend, request)
+        return
     text = TextStream(tokenizer, options, request.end_token_ids)
     given = 0
     async with backend.generate(request) as generation:
@@ -54,9 +60,47 @@ async def stream_pieces(
             given += len(generated.tokens)
             usage = structs.replace(generation.usage, completion_tokens=given)
             tokens, logprobs = generated.tokens, generated.logprobs
-            yield Piece(new, tokens, usage, reason, text.matched, logprobs)
+            scores = generated.prompt_scores
+            yield Piece(new, tokens, usage, reason, text.matched, logprobs, scores)
             if reason is not None:
                 return
+
+
+async def _prompt_piece(backend: Backend, request: GenerateRequest) -> Piece:
+    scores: PromptScores | None = None
+    async with backend.generate(request) as generation:
+        async for generated in generation:
+            scores = scores or generated.prompt_scores
+            if generated.finish_reason is not None:
+                break
+        usage = structs.replace(generation.usage, completion_tokens=0)
+    return Piece("", (), usage, "length", prompt_scores=scores)
+
+
+async def share_prompt_scores(pieces: Pieces, per_prompt: int) -> Pieces:
+    """Gives the scores that the first of each prompt's sequences got to all of them: what the
+    others have is held back until these are there.
+    """
+    scores: dict[int, PromptScores] = {}
+    held: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+    begun: set[int] = set()
+
+    def with_scores(index: int, piece: Piece) -> Piece:
+        if index in begun:
+            return piece
+        begun.add(index)
+        return replace(piece, prompt_scores=scores[index // per_prompt])
+
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            prompt = index // per_prompt
+            if piece.prompt_scores is not None:
+                scores[prompt] = piece.prompt_scores
+            if prompt not in scores:
+                held[prompt].append((index, piece))
+                continue
+            for each, early in (*held.pop(prompt, ()), (index, piece)):
+                yield each, with_scores(each, early)
 
 
 async def stream_all(
@@ -105,6 +149,7 @@ class Answer:
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
     matched: str | None = None
+    prompt_scores: PromptScores | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -113,6 +158,7 @@ class Answer:
         self.usage = piece.usage
         self.finish_reason = piece.finish_reason
         self.matched = piece.matched
+        self.prompt_scores = self.prompt_scores or piece.prompt_scores
 
 
 async def collect_all(pieces: Pieces, count: int) -> list[Answer]:

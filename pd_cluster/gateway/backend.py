@@ -11,7 +11,7 @@ from pd_cluster.gateway.instructions import Usage
 from pd_cluster.observability.snapshots import ClusterSnapshot
 from pd_cluster.pools import KvPool
 from pd_cluster.scaling import Refusal, ScalingStatus, Wish
-from pd_cluster.types import FinishReason, Role, SamplingParams, TokenLogprobs
+from pd_cluster.types import FinishReason, PromptScores, Role, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class GenerateRequest:
 
     `arrival` is when its bytes came (seconds of `time.monotonic`), `end_token_ids` are those that
     end the sequence. `sequence` tells those of one prompt apart: with one seed they still draw
-    differently. `timeout_s` is the client's own limit; the server's holds besides.
+    differently. `timeout_s` is the client's own limit; the server's holds besides. `prompt_only`:
+    the client wants no tokens; the one that the cluster cannot do without is not passed on.
     """
 
     request_id: str
@@ -63,18 +64,20 @@ class GenerateRequest:
     sequence: int = 0
     timeout_s: float | None = None
     standing: Standing = field(default_factory=Standing)
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True)
 class Generated:
     """New tokens; the last one of a generation carries `finish_reason`.
 
-    `logprobs` has one entry a token where they were asked for.
+    `logprobs` has one entry a token where they were asked for; `prompt_scores` come first.
     """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 class Generation(Protocol):

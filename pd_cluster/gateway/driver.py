@@ -277,9 +277,10 @@ class RunningRequest:
                 if self._placing is not None:
                     self._placing.cancel()
                 driver.link.attempt_ended(ended)
-            case Emit(tokens, logprobs):
+            case Emit(tokens, logprobs, scores):
                 self._observe_tokens(len(tokens))
-                self._results.put_nowait(Generated(tokens, logprobs=logprobs))
+                generated = Generated(tokens, logprobs=logprobs, prompt_scores=scores)
+                self._results.put_nowait(generated)
             case Finish():
                 self._observe_finish(instruction)
                 self._results.put_nowait(instruction)
@@ -289,7 +290,9 @@ class RunningRequest:
                 assert_never(instruction)
 
     def _blocks(self) -> bytes:
-        """What placement is told of the tokens."""
+        """What placement is told of the tokens: nothing where caches will not be looked at."""
+        if self.state.params.prompt_logprobs >= 0:
+            return b""
         block = max(BLOCK_TOKENS, self._driver.config.page_size)
         tokens = np.array((*self.state.prompt, *self.state.tokens), np.int32)
         return pack_hashes(block_hashes(tokens, block, self._namespace))

@@ -15,6 +15,7 @@ from pd_cluster.types import (
     Output,
     Placement,
     PlaceRequest,
+    PromptScores,
     Rejection,
     Sources,
     StartAttempt,
@@ -127,10 +128,13 @@ class EndAttempt(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """Tokens for the client, with their logprobs where the request asked for them."""
+    """Tokens for the client, with their logprobs where the request asked for them; with the first
+    ones come those of the prompt.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

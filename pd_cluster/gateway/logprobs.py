@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from pd_cluster.draw import unpack_scores
 from pd_cluster.model.tokenizer import Tokenizer
-from pd_cluster.types import TokenLogprobs
+from pd_cluster.types import PromptScores, TokenLogprobs
 
 # JSON has no infinity; OpenAI's and vLLM's answers go no lower.
 LOWEST = -9999.0
@@ -43,15 +44,18 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def render(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def render(self, entries: Sequence[TokenLogprobs], first: int | None = None) -> dict[str, Any]:
+        """`first` is a prompt's first token, which nothing stands before: its logprobs are null."""
+        ids = [*(() if first is None else (first,)), *(each.token for each in entries)]
         offsets = []
-        for each in entries:
+        for token in ids:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(each.token)))
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        shown = [None] * (first is not None)
         return {
-            "tokens": [self._text(each.token) for each in entries],
-            "token_logprobs": [max(each.logprob, LOWEST) for each in entries],
-            "top_logprobs": [self._top(each) for each in entries],
+            "tokens": [self._text(token) for token in ids],
+            "token_logprobs": [*shown, *(max(each.logprob, LOWEST) for each in entries)],
+            "top_logprobs": [*shown, *(self._top(each) for each in entries)],
             "text_offset": offsets,
         }
 
@@ -70,18 +74,69 @@ class CompletionLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def native_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, texts: bool, top: bool
-) -> dict[str, Any]:
-    """SGLang's `meta_info`: (logprob, token id, text or null) a token."""
+def prompt_entries(
+    prompt: Sequence[int], packed: PromptScores, top: int | None = None
+) -> list[TokenLogprobs]:
+    """Those of a prompt's tokens from the second on, with the `top` likeliest, or all there are."""
+    scores = unpack_scores(packed)
+    top_ids, top_logprobs = scores.top_ids[:, :top], scores.top_logprobs[:, :top]
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, logprobs, strict=True)))
+        for token, logprob, ids, logprobs in zip(
+            prompt[1:],
+            scores.logprobs.tolist(),
+            top_ids.tolist(),
+            top_logprobs.tolist(),
+            strict=True,
+        )
+    ]
 
-    def shown(token: int, logprob: float) -> tuple[float, int, str | None]:
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], packed: PromptScores, top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's: for each token the likeliest ones by id, its own among them; null for the first."""
+
+    def shown(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token).decode(errors="replace")
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": text}
+
+    ranks = unpack_scores(packed).ranks.tolist()
+    shapes: list[dict[str, Any] | None] = [None]
+    for each, rank in zip(prompt_entries(prompt, packed, top), ranks, strict=True):
+        mine = {str(each.token): shown(each.token, each.logprob, rank)}
+        likeliest = enumerate(each.top, 1)
+        others = {str(token): shown(token, logprob, at) for at, (token, logprob) in likeliest}
+        shapes.append({**mine, **others, **mine})
+    return shapes
+
+
+def native_logprobs(
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprobs],
+    *,
+    texts: bool,
+    top: bool,
+    side: Literal["input", "output"] = "output",
+    unscored: Sequence[int] = (),
+) -> dict[str, Any]:
+    """SGLang's `meta_info`: (logprob, token id, text or null) a token, null for the `unscored`
+    ones before the others.
+    """
+
+    def shown(token: int, logprob: float | None) -> tuple[float | None, int, str | None]:
         text = tokenizer.token_bytes(token).decode(errors="replace") if texts else None
-        return max(logprob, LOWEST), token, text
+        return None if logprob is None else max(logprob, LOWEST), token, text
 
     shapes: dict[str, Any] = {
-        "output_token_logprobs": [shown(each.token, each.logprob) for each in entries]
+        f"{side}_token_logprobs": [
+            *(shown(token, None) for token in unscored),
+            *(shown(each.token, each.logprob) for each in entries),
+        ]
     }
     if top:
-        shapes["output_top_logprobs"] = [[shown(*pair) for pair in each.top] for each in entries]
+        shapes[f"{side}_top_logprobs"] = [
+            *(None for _ in unscored),
+            *([shown(*pair) for pair in each.top] for each in entries),
+        ]
     return shapes

@@ -9,9 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from pd_cluster.gateway.answer import Answer, Pieces, collect_all, stream_all
+from pd_cluster.gateway.answer import (
+    Answer,
+    Pieces,
+    collect_all,
+    share_prompt_scores,
+    stream_all,
+)
 from pd_cluster.gateway.http import json_response, read_json, record_of, until_disconnected
-from pd_cluster.gateway.logprobs import native_logprobs
+from pd_cluster.gateway.logprobs import native_logprobs, prompt_entries
 from pd_cluster.gateway.native_bodies import NativeBody
 from pd_cluster.gateway.prepare import Wishes
 from pd_cluster.gateway.services import Services
@@ -41,6 +47,7 @@ def native_routes(services: Services) -> APIRouter:
             min_tokens=sampling.min_new_tokens,
             min_tokens_param="min_new_tokens",
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_logprobs if body.scores_from is not None else -1,
             seed=sampling.seed if sampling.seed is not None else sampling.sampling_seed,
             namespace=body.extra_key,
             timeout_s=body.timeout,
@@ -67,8 +74,10 @@ def native_routes(services: Services) -> APIRouter:
             min_tokens=sampling.min_new_tokens or 0,
         )
         pieces = stream_all(services.backend, services.tokenizer, requests, options)
+        if body.scores_from is not None and sampling.sequences > 1:
+            pieces = share_prompt_scores(pieces, sampling.sequences)
         pieces = record.watch(pieces, sampling.sequences)
-        shape = _Format(body, services.tokenizer, record.unique_id, record.arrival)
+        shape = _Format(body, prompts, services.tokenizer, record.unique_id, record.arrival)
         if body.stream:
             events = shape.events(pieces, len(requests))
             return await stream_response(http, events, config.timeouts.keepalive_s)
@@ -81,8 +90,14 @@ def native_routes(services: Services) -> APIRouter:
 
 class _Format:
     def __init__(
-        self, body: NativeBody, tokenizer: Tokenizer, request_id: str, arrival: float
+        self,
+        body: NativeBody,
+        prompts: Sequence[Sequence[int]],
+        tokenizer: Tokenizer,
+        request_id: str,
+        arrival: float,
     ) -> None:
+        self._prompts = prompts
         self.is_list = body.is_batch or body.sampling_params.sequences > 1
         self._body = body
         self._tokenizer = tokenizer
@@ -107,6 +122,17 @@ class _Format:
                 answer.logprobs,
                 texts=bool(body.return_text_in_logprobs),
                 top=body.num_logprobs > 0,
+            )
+        if body.scores_from is not None and answer.prompt_scores is not None:
+            prompt = self._prompts[index // body.sampling_params.sequences]
+            first = min(body.scores_from, len(prompt))
+            logprobs |= native_logprobs(
+                self._tokenizer,
+                prompt_entries(prompt, answer.prompt_scores)[max(0, first - 1) :],
+                texts=bool(body.return_text_in_logprobs),
+                top=body.num_logprobs > 0,
+                side="input",
+                unscored=prompt[:1] if first == 0 else (),
             )
         return {
             "text": answer.text,

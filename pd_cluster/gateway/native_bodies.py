@@ -33,7 +33,7 @@ class NativeSampling(Sampling):
         "spaces_between_special_tokens": (None, True),
     }
 
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = Field(None, ge=0)
     sampling_seed: Seed | None = None
     no_stop_trim: bool | None = None
@@ -49,7 +49,7 @@ class NativeBody(Body):
     """SGLang's /generate: exactly one of `text` and `input_ids`, single or a list.
 
     `rid` is what the answer calls itself, and nothing else. `timeout` (seconds) bounds the whole
-    request.
+    request. With `logprob_start_len` of 0 or more the prompt's tokens from there on get logprobs.
     """
 
     model_config = ConfigDict(
@@ -57,7 +57,6 @@ class NativeBody(Body):
     )
     absent = {
         "return_hidden_states": (None, False),
-        "logprob_start_len": (None, -1),
         "image_data": (None,),
         "input_embeds": (None,),
         "lora_path": (None,),
@@ -69,6 +68,7 @@ class NativeBody(Body):
     sampling_params: NativeSampling = NativeSampling()
     stream: bool = False
     return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
@@ -103,6 +103,9 @@ class NativeBody(Body):
         if self.top_logprobs_num and not self.return_logprob:
             message = "'top_logprobs_num' needs 'return_logprob': true"
             raise BadRequest(message, param="top_logprobs_num")
+        if self.logprob_start_len not in (None, -1) and not self.return_logprob:
+            message = "'logprob_start_len' needs 'return_logprob': true"
+            raise BadRequest(message, param="logprob_start_len")
         return self
 
     @property
@@ -116,6 +119,12 @@ class NativeBody(Body):
             return isinstance(self.text, list)
         assert self.input_ids is not None
         return isinstance(self.input_ids[0], list)
+
+    @property
+    def scores_from(self) -> int | None:
+        """From which of the prompt's tokens on logprobs are wanted; None: of none."""
+        start = self.logprob_start_len
+        return start if start is not None and start >= 0 and self.return_logprob else None
 
     @property
     def num_logprobs(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from pd_cluster.errors import BadRequest, NotFound
-from pd_cluster.gateway.answer import collect_all, stream_all
+from pd_cluster.gateway.answer import collect_all, share_prompt_scores, stream_all
 from pd_cluster.gateway.backend import GenerateRequest, Standing
 from pd_cluster.gateway.http import json_response, read_json, record_of, until_disconnected
 from pd_cluster.gateway.openai_bodies import ChatBody, CompletionBody, OpenAIBody
@@ -74,12 +74,14 @@ def openai_routes(services: Services) -> APIRouter:
             default_max_tokens=COMPLETION_MAX_TOKENS,
             min_tokens=body.min_tokens,
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_scores,
             seed=body.seed,
             namespace=body.cache_salt,
             timeout_s=body.timeout,
             standing=standing(http, body),
         )
-        shape = make_format(CompletionFormat, http, body)
+        shape = make_format(CompletionFormat, http, body, prompts)
+        shape.top_logprobs = max(0, body.num_logprobs)
         if body.echo:
             shape.echoes = [
                 each if isinstance(each, str) else services.tokenizer.decode(each)
@@ -113,13 +115,14 @@ def openai_routes(services: Services) -> APIRouter:
             max_tokens_param="max_completion_tokens" if new_name else "max_tokens",
             min_tokens=body.min_tokens,
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_scores,
             seed=body.seed,
             namespace=body.cache_salt,
             timeout_s=body.timeout,
             standing=standing(http, body),
         )
         prompt = await prepare.apply_template(messages)
-        shape = make_format(ChatFormat, http, body)
+        shape = make_format(ChatFormat, http, body, [prompt])
         return await answer(http, body, [prompt], wishes, shape, messages)
 
     def standing(http: Request, body: OpenAIBody) -> Standing:
@@ -131,13 +134,17 @@ def openai_routes(services: Services) -> APIRouter:
             salt=body.cache_salt,
         )
 
-    def make_format(kind: type[F], http: Request, body: OpenAIBody) -> F:
+    def make_format(
+        kind: type[F], http: Request, body: OpenAIBody, prompts: Sequence[Sequence[int]]
+    ) -> F:
         return kind(
             record_of(http).unique_id,
             body.model or model.name,
             services.tokenizer,
             per_prompt=body.sequences,
             with_logprobs=body.num_logprobs >= 0,
+            prompts=prompts,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     async def answer(
@@ -163,6 +170,8 @@ def openai_routes(services: Services) -> APIRouter:
             min_tokens=body.min_tokens or 0,
         )
         pieces = stream_all(services.backend, services.tokenizer, requests, options)
+        if body.num_scores >= 0 and body.sequences > 1:
+            pieces = share_prompt_scores(pieces, body.sequences)
         pieces = record.watch(pieces, body.sequences)
         if body.stream:
             events = shape.events(pieces, include_usage=body.include_usage)

@@ -53,6 +53,7 @@ class OpenAIBody(Sampling):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     min_tokens: int | None = Field(None, ge=0)
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -74,10 +75,21 @@ class OpenAIBody(Sampling):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @model_validator(mode="after")
+    def _scores_in_one_piece(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("'prompt_logprobs' needs 'stream': false", param="prompt_logprobs")
+        return self
+
     @property
     def num_logprobs(self) -> int:
         """How many of the likeliest tokens to report with each token; -1: no logprobs."""
         raise NotImplementedError
+
+    @property
+    def num_scores(self) -> int:
+        """The same, of the prompt's tokens."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class CompletionBody(OpenAIBody):
@@ -86,6 +98,7 @@ class CompletionBody(OpenAIBody):
     absent = {**_ABSENT, "suffix": (None, "")}
 
     prompt: Annotated[list[Prompt], PROMPT_SCHEMA]
+    max_tokens: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -104,17 +117,22 @@ class CompletionBody(OpenAIBody):
                 param="best_of",
                 code="unsupported_parameter",
             )
-        if self.echo and self.logprobs is not None:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise BadRequest(
-                "'echo' with 'logprobs' is not supported yet: a prompt has no logprobs here",
-                param="echo",
-                code="unsupported_parameter",
+                "'max_tokens' must be at least 1, or 0 with 'echo' or 'prompt_logprobs'",
+                param="max_tokens",
+                code="invalid_value",
             )
         return self
 
     @property
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_scores(self) -> int:
+        echoed = self.num_logprobs if self.echo else -1
+        return max(echoed, super().num_scores)
 
 
 class ChatMessage(Body):

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from pd_cluster.errors import BadRequest
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo, Standing
 from pd_cluster.gateway.protocol import MAX_PROMPTS, Prompt, Sampling
@@ -17,6 +19,8 @@ from pd_cluster.types import SamplingParams
 
 # Longer texts are tokenised in a thread, so that they do not hold up the streams.
 INLINE_TEXT_LENGTH = 4096
+# Logprobs of all prompts of one request: what an answer and the messages before it may hold.
+MAX_SCORES = 2**22
 # Colder is greedy: the division would leave float32's range.
 COLDEST = 1e-5
 
@@ -25,7 +29,8 @@ COLDEST = 1e-5
 class Wishes:
     """What routes know by names of their own; `..._param` is the name that an error tells.
 
-    `default_max_tokens` None: as many as fit. `logprobs` is SamplingParams'.
+    `default_max_tokens` None: as many as fit; `max_tokens` 0: only the prompt is wanted. `logprobs`
+    and `prompt_logprobs` are SamplingParams'.
     """
 
     prompt_param: str
@@ -35,6 +40,7 @@ class Wishes:
     min_tokens: int | None = None
     min_tokens_param: str = "min_tokens"
     logprobs: int = -1
+    prompt_logprobs: int = -1
     seed: int | None = None
     namespace: str | None = None
     timeout_s: float | None = None
@@ -87,10 +93,19 @@ class Preparer:
             raise BadRequest(message, param="n", code="too_many_sequences")
         seed = secrets.randbits(63) if wishes.seed is None else wishes.seed & (2**63 - 1)
         requests: list[GenerateRequest] = []
+        scored, scores = wishes.prompt_logprobs >= 0, 0
         for prompt in prompts:
             # Without a seed of the client's, equal prompts of a batch draw differently.
             drawn = seed if wishes.seed is not None else seed + len(requests) & (2**63 - 1)
             params = self._params(len(prompt), sampling, wishes, drawn)
+            scores += len(prompt) * (2 + params.prompt_logprobs) if scored else 0
+            if scores > MAX_SCORES:
+                raise BadRequest(
+                    f"the prompts' logprobs, {scores} or more, are more than {MAX_SCORES} in one"
+                    " request: send fewer prompts, or ask for fewer",
+                    param=wishes.prompt_param,
+                    code="too_many_logprobs",
+                )
             first = GenerateRequest(
                 request_id=request_id,
                 prompt=tuple(prompt),
@@ -100,10 +115,15 @@ class Preparer:
                 namespace=wishes.namespace,
                 timeout_s=wishes.timeout_s,
                 standing=wishes.standing,
+                prompt_only=wishes.max_tokens == 0,
             )
+            # One sequence brings them for all.
+            others = structs.replace(params, prompt_logprobs=-1)
             for sequence in range(number):
                 name = sequence_id(request_id, len(requests))
-                requests.append(replace(first, request_id=name, sequence=sequence))
+                mine = others if sequence else params
+                named = replace(first, request_id=name, sequence=sequence, params=mine)
+                requests.append(named)
         return requests
 
     def _params(
@@ -116,7 +136,8 @@ class Preparer:
         biases = tuple((int(key), bias) for key, bias in (sampling.logit_bias or {}).items())
         self._check_ids([token for token, _ in biases], "logit_bias")
         temperature = self._default("temperature", sampling.temperature, 1.0)
-        max_tokens = self._max_tokens(prompt_len, wishes)
+        # One token is drawn in any case.
+        max_tokens = max(1, self._max_tokens(prompt_len, wishes))
         min_tokens = wishes.min_tokens or 0
         if min_tokens > max_tokens:
             param, limit = wishes.min_tokens_param, wishes.max_tokens_param
@@ -140,6 +161,7 @@ class Preparer:
             ignore_eos=bool(sampling.ignore_eos),
             stop_token_ids=stop_token_ids,
             logprobs=min(wishes.logprobs, self._vocab_size),
+            prompt_logprobs=min(wishes.prompt_logprobs, self._vocab_size),
         )
 
     def _default(self, field: str, given: float | None, neutral: float) -> float:
@@ -148,7 +170,8 @@ class Preparer:
 
     def _max_tokens(self, prompt_len: int, wishes: Wishes) -> int:
         if wishes.max_tokens is not None:
-            self._room(prompt_len, wishes.max_tokens, wishes.prompt_param, wishes.max_tokens_param)
+            wanted = max(1, wishes.max_tokens)
+            self._room(prompt_len, wanted, wishes.prompt_param, wishes.max_tokens_param)
             return wishes.max_tokens
         room = self._room(prompt_len, 1, wishes.prompt_param, wishes.prompt_param)
         default = wishes.default_max_tokens

@@ -277,7 +277,7 @@ class RequestState(Tracked[State]):
             self.tokens.extend(output.tokens)
             self._fruitless = 0
             self._avoid.clear()
-            instructions.append(Emit(output.tokens, output.logprobs))
+            instructions.append(Emit(output.tokens, output.logprobs, output.prompt_scores))
         match output.outcome:
             case None:
                 return instructions

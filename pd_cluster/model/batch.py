@@ -25,8 +25,8 @@ class Chunk:
     tokens: npt.ArrayLike
     start: int
     pages: npt.ArrayLike
-    # Whether the logits after the last of the tokens are wanted.
-    logits: bool = True
+    # After how many of the tokens, the last ones, the logits are wanted.
+    logits: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def build_batch(
 ) -> ForwardBatch:
     """The batch of one step of each of `decodes` (one token each) and the chunks of `prefills`.
 
-    Its logits come in that order, one row for every chunk that wants them.
+    Its logits come in that order, `logits` rows for every chunk.
     """
     chunks = [*decodes, *prefills]
     ids = [np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks]
@@ -105,7 +105,10 @@ def build_batch(
     kv_indices = np.concatenate(pages)
     kv_indptr = np.concatenate([[0], num_pages.cumsum()])
     page = kv_indices[np.repeat(kv_indptr[:-1], lengths) + positions // page_size]
-    wanted = np.array([chunk.logits for chunk in chunks], dtype=bool)
+    wanted = np.array([chunk.logits for chunk in chunks], dtype=np.int64)
+    # Row by row: the last `wanted` of each chunk's rows.
+    counted = np.arange(wanted.sum()) - np.repeat(wanted.cumsum() - wanted, wanted)
+    logits_rows = np.repeat(ends - wanted, wanted) + counted
     return ForwardBatch(
         input_ids=torch.from_numpy(np.concatenate(ids)),
         positions=torch.from_numpy(positions),
@@ -115,7 +118,7 @@ def build_batch(
         kv_indices=_int32(kv_indices),
         ctx_lens=_int32(ctx_lens),
         num_decode=len(decodes),
-        logits_rows=torch.from_numpy(ends[wanted] - 1),
+        logits_rows=torch.from_numpy(logits_rows),
     )
 
 

@@ -34,6 +34,7 @@ from pd_cluster.types import (
     PagesWritten,
     PrefillAborted,
     PrefillFailed,
+    PromptScores,
     Region,
     RetractionPolicy,
     Sources,
@@ -163,7 +164,9 @@ class DecodeSequences:
         seq = self.sequences.get(message.attempt)
         if seq is None or seq.state != "reserved":
             return []
-        out = self._emit(seq, message.token, message.logprobs, message.sources)
+        out = self._emit(
+            seq, message.token, message.logprobs, message.sources, message.prompt_scores
+        )
         if not seq.landed.all():
             seq.deadline = min(seq.deadline, now + self.transfer_s)
             seq.move("closing" if seq.ended else "landing", now)
@@ -344,6 +347,7 @@ class DecodeSequences:
         token: int,
         logprobs: TokenLogprobs | None,
         sources: Sources | None = None,
+        prompt_scores: PromptScores | None = None,
     ) -> list[Instruction]:
         """Takes a token into the sequence and tells the gateway; `seq.ended` if it was the last."""
         seq.append(token)
@@ -359,6 +363,7 @@ class DecodeSequences:
             resident=seq.resident,
             sources=sources,
             logprobs=() if logprobs is None else (logprobs,),
+            prompt_scores=prompt_scores,
         )
         return [Deliver(seq.request.gateway, output)]
 
@@ -407,7 +412,7 @@ class DecodeSequences:
         seq.promotion = None
 
     def _reserve(self, seq: Sequence, now: float) -> list[Instruction]:
-        local = seq.request.route == "local"
+        local = seq.route == "local"
         growing = self.count("computing", "reserved", "landing", "running")
         try:
             cached, copies = seq.table.claim(
@@ -440,7 +445,7 @@ class DecodeSequences:
         from if that is the route."""
         request, pages = seq.request, seq.table.pages
         fresh = pages[first:]
-        held = pages[:first] if request.route == "remote+pull" else pages[:0]
+        held = pages[:first] if seq.route == "remote+pull" else pages[:0]
         seq.landed = np.zeros(len(fresh), np.bool_)
         seq.in_flight = np.concatenate([held, fresh])
         self.cache.pool.begin_flight(seq.in_flight)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.config import Config
-from pd_cluster.draw import Drawn
+from pd_cluster.draw import Drawn, Scores
 from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
 from pd_cluster.model.choose import choose
 from pd_cluster.model.decode_graphs import DecodeGraphs, bucket_sizes
 from pd_cluster.model.decoder import Decoder
+from pd_cluster.model.score import score
 from pd_cluster.worker.instructions import Batch, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,7 +53,7 @@ class Engine:
         return cls(decoder, layout, config.max_running_requests)
 
     def run(self, batch: Batch) -> list[Drawn]:
-        """Computes every row; a token for each row that asked, decode rows first.
+        """Computes every row; what each row that asked wanted of its logits, decode rows first.
 
         All that was computed is in the device's memory then: pages may be published and sent.
         """
@@ -62,9 +63,12 @@ class Engine:
         decodes = len(batch.decode)
         forward = build_batch(chunks[:decodes], chunks[decodes:], self.layout.page_size)
         logits = self._forward(forward)
-        draws = [row.draw for row in batch.rows if row.draw is not None]
-        if draws:
-            return choose(logits, draws)  # which waits for the device
+        rows = [row for row in batch.rows if row.asks]
+        if any(row.known is not None for row in rows):
+            return _score_and_choose(logits, rows)
+        if rows:
+            # Which waits for the device.
+            return choose(logits, [row.draw for row in rows if row.draw is not None])
         if self.layout.device.type == "cuda":
             torch.cuda.current_stream(self.layout.device).synchronize()
         return []
@@ -111,4 +115,25 @@ class Engine:
 
 
 def _chunk(row: Row) -> Chunk:
-    return Chunk(row.tokens, row.start, row.pages, logits=row.draw is not None)
+    return Chunk(row.tokens, row.start, row.pages, logits=row.num_logits)
+
+
+def _score_and_choose(logits: Tensor, rows: list[Row]) -> list[Drawn]:
+    """Where known tokens are scored beside those that are chosen."""
+    scored: list[Scores | None] = []
+    last: list[int] = []  # of a row's logits, from which it draws
+    at = 0
+    for row in rows:
+        known = row.known
+        if known is not None:
+            scored.append(score(logits[at : at + len(known.tokens)], known))
+        else:
+            scored.append(None)
+        at += row.num_logits
+        if row.draw is not None:
+            last.append(at - 1)
+    draws = [row.draw for row in rows if row.draw is not None]
+    chosen = iter(choose(logits[last], draws) if draws else ())
+    none = Drawn(None)
+    drawn = [next(chosen) if row.draw is not None else none for row in rows]
+    return [each._replace(scores=scores) for each, scores in zip(drawn, scored, strict=True)]

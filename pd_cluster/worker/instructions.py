@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cluster.cache.tier_ops import TierEvent
-from pd_cluster.draw import Draw
+from pd_cluster.draw import Draw, Known
 from pd_cluster.types import (
     AbortPrefill,
     AttemptId,
@@ -178,7 +178,8 @@ class Row:
     """One sequence's part of a step.
 
     `tokens` are computed at positions `start`..; `pages` is the page table for all tokens up to
-    there, the new ones included. `draw` is None where no token is wanted.
+    there, the new ones included. `draw` is None where no token is wanted, `known` where no known
+    ones are to be scored: else they are those after each of `tokens`, as far as they are known.
     """
 
     attempt: AttemptId
@@ -186,6 +187,18 @@ class Row:
     start: int
     pages: IntArray
     draw: Draw | None
+    known: Known | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is wanted of its logits."""
+        return self.draw is not None or self.known is not None
+
+    @property
+    def num_logits(self) -> int:
+        """After how many of the tokens, the last ones, logits are wanted."""
+        drawn = 1 if self.draw is not None else 0
+        return drawn if self.known is None else drawn + len(self.known.tokens)
 
     @property
     def end(self) -> int:

@@ -46,17 +46,20 @@ class PageTable:
         *,
         now: float,
         compute_last: bool,
+        compute_all: bool = False,
         spare: int = 0,
     ) -> tuple[int, list[tuple[int, int]]]:
         """Locks the cached prefix of `tokens` and allocates pages for the rest.
 
         With `compute_last` the last token counts as not cached: where its page is published, it
-        gets a private copy, so that no published page is written again. `spare` pages must be left
+        gets a private copy, so that no published page is written again. With `compute_all` nothing
+        counts as cached, and nobody is told that it was looked up. `spare` pages must be left
         available. Returns how many tokens need not be computed, and the (source, target) pages to
         copy. Raises OutOfPages, with nothing changed.
         """
         size, cache = self.cache.page_size, self.cache
-        match = cache.match(tokens, namespace, now=now, count_hit=False)
+        looked_up = tokens[:0] if compute_all else tokens
+        match = cache.match(looked_up, namespace, now=now, count_hit=False)
         again = compute_last and match.length == len(tokens)
         total = -(-len(tokens) // size)
         needed = 1 if again else total - len(match.pages)
@@ -68,7 +71,7 @@ class PageTable:
         except OutOfPages:
             cache.unlock(match.node)
             raise
-        cache.match(tokens, namespace, now=now, count_hit=True)
+        cache.match(looked_up, namespace, now=now, count_hit=True)
         self.node = match.node
         if not again:
             self._set(np.concatenate([match.pages, fresh]))

@@ -19,7 +19,7 @@ from pd_cluster.cache.page_pool import OutOfPages
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.cache.tier_books import Promotion
 from pd_cluster.cache.tiers import TieredCache
-from pd_cluster.draw import Draw
+from pd_cluster.draw import Draw, Known, Scores, pack_scores
 from pd_cluster.states import Tracked, Transitions
 from pd_cluster.tombstones import Tombstones
 from pd_cluster.types import (
@@ -64,6 +64,9 @@ JOB_TRANSITIONS: Transitions[JobState] = {
     ("stopping", "done"): "nothing touches its pages any more",
 }
 
+# Prompt tokens of a step whose logits are all wanted: each takes 4 bytes times the vocabulary.
+SCORED_TOKENS = 256
+
 # A shared prefix of at least this many tokens is waited for: on prefill while it is computed, on
 # decode if it saves so many.
 WAIT_FOR_PREFIX = 64
@@ -87,6 +90,11 @@ class Job(Tracked[JobState]):
         self.cached = self.pulled = self.computed = 0
         self.promotion: Promotion | None = None  # what of it comes up from lower tiers
         self.host_hit = self.disk_hit = 0  # of `cached`
+        # All of a prompt's logprobs need all of it computed: then nothing is taken from caches.
+        self.is_scored = request.params.prompt_logprobs >= 0 and (
+            request.prompt_len == len(self.tokens)
+        )
+        self.scores: list[Scores] = []
         self.transfers: dict[int, IntArray] = {}
         self.ending: PrefillAborted | PrefillFailed | None = None
 
@@ -142,7 +150,7 @@ class PrefillJobs:
         if problem:
             return [*out, Notify(job.peer, PrefillFailed(attempt=job.attempt, reason=problem))]
         self.jobs[job.attempt] = job
-        if self.tiers is not None:
+        if self.tiers is not None and not job.is_scored:
             job.promotion = self.tiers.promote(job.tokens, request.namespace, now=now)
         return out
 
@@ -206,6 +214,7 @@ class PrefillJobs:
         rows: list[Row] = []
         copies: list[tuple[int, int]] = []
         out: list[Instruction] = []
+        scored = SCORED_TOKENS
         for job in list(self.jobs.values()):
             if budget <= 0:
                 break
@@ -224,14 +233,21 @@ class PrefillJobs:
                     continue
                 copies += more
                 out += started
-            if job.state == "running":
-                row = self._row(job, min(budget, chunk))
+            room = min(budget, chunk, scored) if job.is_scored else min(budget, chunk)
+            if job.state == "running" and room:
+                row = self._row(job, room)
                 budget -= len(row.tokens)
+                scored -= len(row.tokens) if job.is_scored else 0
                 rows.append(row)
         return rows, copies, out
 
     def computed_row(
-        self, row: Row, token: int | None, logprobs: TokenLogprobs | None, now: float
+        self,
+        row: Row,
+        token: int | None,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        scores: Scores | None = None,
     ) -> list[Instruction]:
         """The engine has computed `row`; `token` was sampled if it was the prompt's last chunk."""
         job = self.jobs.get(row.attempt)
@@ -239,6 +255,8 @@ class PrefillJobs:
         if job is None or job.state != "running":
             return []
         job.computed = row.end
+        if scores is not None:
+            job.scores.append(scores)
         self._publish(job, now)
         if job.computed < len(job.tokens):
             return self._send(job, job.computed // self.page_size)
@@ -250,6 +268,7 @@ class PrefillJobs:
             queue_s=job.started - job.arrived,
             prefill_s=now - job.started,
             logprobs=logprobs,
+            prompt_scores=pack_scores(job.scores) if job.is_scored else None,
         )
         self.prefill_hit_tokens += job.cached
         self.pulled_tokens += job.pulled
@@ -303,7 +322,11 @@ class PrefillJobs:
         Raises OutOfPages, with nothing changed.
         """
         job.cached, copies = job.table.claim(
-            job.tokens, job.request.namespace, now=now, compute_last=True
+            job.tokens,
+            job.request.namespace,
+            now=now,
+            compute_last=True,
+            compute_all=job.is_scored,
         )
         job.computed = job.cached
         job.started = now
@@ -342,7 +365,7 @@ class PrefillJobs:
         """Reads what decode holds and this worker lacks; all but the page of the last token."""
         first = job.cached // self.page_size
         last = min(len(job.held), (len(job.tokens) - 1) // self.page_size)
-        if last <= first:
+        if last <= first or job.is_scored:
             return []
         job.move("pulling", now)
         pages = job.table.pages[first:last]
@@ -363,6 +386,8 @@ class PrefillJobs:
 
     def _computed_now(self, job: Job, now: float) -> bool:
         """Whether a long prefix of the job is being computed: then it waits until that part is."""
+        if job.is_scored:
+            return False  # it computes that part itself
         shared = 0
         for other in self.jobs.values():
             if other.state not in ("pulling", "running"):
@@ -389,7 +414,14 @@ class PrefillJobs:
             start=job.computed,
             pages=job.table.pages[: -(-end // self.page_size)],
             draw=draw,
+            known=self._known(job, end),
         )
+
+    def _known(self, job: Job, end: int) -> Known | None:
+        """The tokens that follow those of a row that ends at `end`."""
+        if not job.is_scored:
+            return None
+        return Known(job.tokens[job.computed + 1 : end + 1], job.request.params.prompt_logprobs)
 
     def _publish(self, job: Job, now: float) -> None:
         request = job.request

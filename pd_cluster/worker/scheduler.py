@@ -148,14 +148,16 @@ class WorkerScheduler:
         return batch, out + more
 
     def computed(self, batch: Batch, drawn: list[Drawn], now: float) -> list[Instruction]:
-        """The engine has run `batch`; `drawn` has one token for each row that asked."""
+        """The engine has run `batch`; `drawn` has one entry for each row that asked."""
         self._measure(sum(len(row.tokens) for row in batch.prefill), now - self._planned)
         out: list[Instruction] = []
         tokens = iter(drawn)
         for row in batch.rows:
-            token, logprobs = next(tokens) if row.draw is not None else (None, None)
-            role = self.decode if row.attempt in self.decode.sequences else self.prefill
-            out += role.computed_row(row, token, logprobs, now)
+            token, logprobs, scores = next(tokens) if row.asks else (None, None, None)
+            if row.attempt in self.decode.sequences:
+                out += self.decode.computed_row(row, token, logprobs, now)
+            else:
+                out += self.prefill.computed_row(row, token, logprobs, now, scores)
         return out
 
     def failed_transfers(self) -> dict[str, int]:

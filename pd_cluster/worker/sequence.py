@@ -9,7 +9,7 @@ import numpy as np
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.cache.tier_books import Promotion
 from pd_cluster.states import Tracked, Transitions
-from pd_cluster.types import AttemptId, IntArray, StartAttempt, unpack_ints
+from pd_cluster.types import AttemptId, IntArray, Route, StartAttempt, unpack_ints
 from pd_cluster.worker.page_table import PageTable
 
 SequenceState = Literal[
@@ -66,6 +66,12 @@ class Sequence(Tracked[SequenceState]):
         self.outputs = 0  # that the gateway was sent
         self.ended = False  # the gateway has been told the outcome
         self.finished = False  # that was its last token
+
+    @property
+    def route(self) -> Route:
+        """Where the prompt's logprobs are wanted all of it is computed, and prefill does that."""
+        scored = self.request.params.prompt_logprobs >= 0
+        return "remote" if scored else self.request.route
 
     @property
     def attempt(self) -> AttemptId:

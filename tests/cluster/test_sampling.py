@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.worker.prefill import SCORED_TOKENS
 from tests.cluster.live import Live
 from tests.model.reference import Reference
 
@@ -21,6 +23,47 @@ EOS = 2
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
+
+
+def test_prompt_logprobs_are_those_of_a_reference(
+    cluster: Live, tokenizer: Tokenizer, reference: Reference
+) -> None:
+    """Over several chunks; cold, warm, and of a batch; the answer too, or none at all."""
+    text = "The quick brown fox jumps over the lazy dog, and nobody knows why. " * 40
+    prompt = tokenizer.encode(text)
+    assert len(prompt) > 2 * SCORED_TOKENS
+    wanted = reference.logits_along(prompt[:1], prompt[1:]).log_softmax(-1)
+    ids = torch.tensor(prompt[1:])
+    chosen = wanted.gather(1, ids[:, None])[:, 0]
+    best = wanted.topk(3)
+    cluster.flush()
+    body = {"prompt": text, "echo": True, "logprobs": 3, "temperature": 0, "seed": 1}
+    for prompts, max_tokens in (([prompt], 2), ([prompt], 0), ([prompt, prompt[:50]], 0)):
+        before = cluster.moved()
+        reply = cluster.http.post(
+            "/v1/completions", json={**body, "prompt": prompts, "max_tokens": max_tokens}
+        )
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        computed = (cluster.moved() - before).computed
+        assert computed == sum(map(len, prompts)), "prefill computes all of it"
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for choice, ids_of in zip(answer["choices"], prompts, strict=True):
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert len(logprobs) == len(ids_of) + max_tokens
+            assert logprobs[0] is None
+            count = len(ids_of) - 1
+            assert logprobs[1 : count + 1] == pytest.approx(chosen[:count].tolist(), abs=1e-4)
+            tops = choice["logprobs"]["top_logprobs"]
+            assert tops[0] is None
+            for at in range(count):
+                assert max(tops[at + 1].values()) == pytest.approx(
+                    float(best.values[at, 0]), abs=1e-4
+                )
+            assert choice["text"].startswith(tokenizer.decode(ids_of))
+            assert choice["finish_reason"] == "length"
+    # The pages that it computed anew were published and sent as any others.
+    assert cluster.generate(prompt, 2).cached_tokens == len(prompt) - 1
 
 
 def ask(cluster: Live, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Any:

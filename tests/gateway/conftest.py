@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import tokenizers
 import uvicorn
@@ -18,6 +19,7 @@ from msgspec import structs
 from tokenizers import decoders, models, pre_tokenizers
 
 from pd_cluster.config import Config, validate_config
+from pd_cluster.draw import Scores, pack_scores
 from pd_cluster.errors import Unavailable
 from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
@@ -40,6 +42,7 @@ from pd_cluster.types import (
     OutputBatch,
     Placement,
     PlaceRequest,
+    PromptScores,
     Rejection,
     Role,
     Sources,
@@ -224,6 +227,7 @@ class FakeCluster:
                 finish_reason=reason,
                 sources=sources if position == given else None,
                 logprobs=fake_logprobs(token, params.logprobs),
+                prompt_scores=fake_scores(start) if position == given == 0 else None,
             )
             self.deliver(output, worker=worker)
             if reason:
@@ -243,6 +247,21 @@ def fake_logprobs(token: int, top: int) -> tuple[TokenLogprobs, ...]:
         return ()
     pairs = [(token, -0.5), *((other, -1.0 - other) for other in range(top))]
     return (TokenLogprobs(token, -0.5, tuple(pairs[:top])),)
+
+
+def fake_scores(start: StartAttempt) -> PromptScores | None:
+    """Token i of the prompt at -i / 4, of rank 2; the likeliest: token 65 + j at -(1 + j) / 8."""
+    top, count = start.params.prompt_logprobs, start.prompt_len - 1
+    if top < 0:
+        return None
+    likeliest = np.arange(top)
+    whole = Scores(
+        -np.arange(1, count + 1, dtype=np.float32) / 4,
+        np.full(count, 2, np.int32),
+        np.tile(65 + likeliest, (count, 1)).astype(np.int32),
+        np.tile(-(1 + likeliest) / 8, (count, 1)).astype(np.float32),
+    )
+    return pack_scores([whole])
 
 
 @pytest.fixture

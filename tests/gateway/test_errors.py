@@ -185,7 +185,7 @@ async def test_prompts(client, fields, words):
         ({"text": []}, "text"),
         ({"input_ids": "a"}, "input_ids"),
         ({"input_ids": [999]}, "input_ids"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": []}, "sampling_params"),
         ({"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}, "sampling_seed"),
         ({"text": "a", "stream": "x"}, "stream"),

@@ -44,15 +44,6 @@ async def test_echo(client, events):
     assert [each["choices"][0]["text"] for each in chunks] == ["abH", "e", "l", ""]
 
 
-async def test_echo_with_logprobs_is_refused(client, cluster):
-    body = {"prompt": "a", "echo": True, "logprobs": 1}
-    response = await client.post(COMPLETIONS, json=body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("echo", "unsupported_parameter")
-    assert cluster.placed == []
-
-
 async def test_stop_strings_count_from_min_tokens_on_case_26(client):
     assert await text_of(client, stop="l") == "He"
     # The fourth token is the second l, the first that may end it.
