@@ -12,7 +12,7 @@ from pd_transfer.enums import nixl_mem_t
 from pd_transfer.errors import nixlNotAllowedError, nixlNotFoundError
 from pd_transfer.messages import Post, ProtocolError, pack_runs, unpack_runs
 from pd_transfer.regions import RegionTable
-from pd_transfer.runs import OWN_MESSAGE, PACKED_MESSAGE, PACKED_RUN, gather, merge, plan, scatter
+from pd_transfer.runs import COPIED, IN_PLACE, OWN_MESSAGE, Packing, gather, merge, plan, scatter
 
 DRAM = nixl_mem_t.DRAM_SEG
 
@@ -51,23 +51,24 @@ def test_merging_joins_what_is_contiguous_on_both_sides(
 @given(
     st.lists(
         st.sampled_from(
-            [1, 384, 23040, PACKED_RUN - 1, PACKED_RUN, PACKED_RUN + 1, OWN_MESSAGE, 9_000_001]
+            [1, 384, 23040, *range(COPIED.run - 1, COPIED.run + 2), OWN_MESSAGE, 9_000_001]
         ),
         max_size=60,
-    )
+    ),
+    st.sampled_from([COPIED, IN_PLACE]),
 )
-def test_a_plan_carries_every_byte_once_in_order(lengths: list[int]) -> None:
+def test_a_plan_carries_every_byte_once_in_order(lengths: list[int], packing: Packing) -> None:
     at: list[tuple[int, int]] = []  # (run, bytes of it covered so far)
     covered = dict.fromkeys(range(len(lengths)), 0)
-    for message in plan(np.array(lengths, np.uint64)):
+    for message in plan(np.array(lengths, np.uint64), packing):
         if message.last - message.first == 1:
             assert message.offset == covered[message.first]
             covered[message.first] += message.nbytes
             assert message.nbytes <= OWN_MESSAGE
         else:
             assert message.nbytes == sum(lengths[message.first : message.last])
-            assert message.nbytes <= PACKED_MESSAGE
-            assert max(lengths[message.first : message.last]) <= PACKED_RUN
+            assert message.nbytes <= packing.message
+            assert max(lengths[message.first : message.last]) <= packing.run
             for run in range(message.first, message.last):
                 covered[run] += lengths[run]
         at.append((message.first, message.offset))

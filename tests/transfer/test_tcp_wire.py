@@ -17,6 +17,7 @@ from pd_transfer import agent
 from pd_transfer.dial import proof
 from pd_transfer.loop import Loop
 from pd_transfer.messages import HEADER, Attach, encode
+from pd_transfer.runs import IN_PLACE
 from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.ucx import UcxOptions, _fabric
 from pd_transfer.wire import Receiving, Sending
@@ -42,12 +43,15 @@ class End:
         self.said.put("broken")
 
     def send(self, id: int, data: np.ndarray[Any, Any], rows: Any) -> Sending:
-        job = Sending(id, *table(data, rows), lambda: self.said.put(f"sent {id}"))
+        job = Sending(id, *table(data, rows), IN_PLACE, lambda: self.said.put(f"sent {id}"))
         self.loop.call(lambda: self.wire.send(job))
         return job
 
     def receive(self, id: int, data: np.ndarray[Any, Any], rows: Any, **how: Any) -> Receiving:
-        job = Receiving(id, *table(data, rows), lambda: self.said.put(f"received {id}"), **how)
+        def ended() -> None:
+            self.said.put(f"received {id}")
+
+        job = Receiving(id, *table(data, rows), IN_PLACE, ended, **how)
         self.loop.call(lambda: self.wire.receive(job))
         return job
 

@@ -219,7 +219,7 @@ class AcceptedLink(Link):
                 self._begin_direct(service, addresses, lengths)
         elif post.operation == nixl_xfer_op_t.NIXL_READ:
             if service.admitted:
-                service.job = Sending(post.id, addresses, lengths, lambda: None)
+                service.job = Sending(post.id, addresses, lengths, self.wire.packing, lambda: None)
                 self._services[post.id] = service
                 self.wire.send(service.job)
         else:
@@ -227,6 +227,7 @@ class AcceptedLink(Link):
                 post.id,
                 addresses,
                 lengths,
+                self.wire.packing,
                 lambda: self._write_ended(service),
                 discard=not service.admitted,
             )

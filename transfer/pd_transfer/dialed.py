@@ -302,10 +302,14 @@ class DialedLink(Link):
             self._job_ended(operation)
 
         if reading:
-            operation.job = Receiving(operation.id, runs.local, runs.lengths, ended)
+            operation.job = Receiving(
+                operation.id, runs.local, runs.lengths, self.wire.packing, ended
+            )
             self.wire.receive(operation.job)
         else:
-            operation.job = Sending(operation.id, runs.local, runs.lengths, ended)
+            operation.job = Sending(
+                operation.id, runs.local, runs.lengths, self.wire.packing, ended
+            )
             self.wire.send(operation.job)
 
     def _handle(self, message: Message) -> None:

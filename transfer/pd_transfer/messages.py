@@ -22,7 +22,7 @@ Bye              ->                   the dialer closes on purpose
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -34,12 +34,15 @@ from pd_transfer.errors import (
 )
 from pd_transfer.regions import Vector
 
-VERSION: Final = 3
+VERSION: Final = 4
 HEADER: Final = struct.Struct("<I")
 # Before its peer has proved itself, a connection cannot make us hold more than this.
 STRANGER_FRAME: Final = 16 * 1024
 PEER_FRAME: Final = 256 * 1024 * 1024
 MAX_TRANSFER_BYTES: Final = 1 << 42
+# A wire names its messages by 64 bits, of which the place in the plan takes 24.
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(Exception):
@@ -100,42 +103,42 @@ class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
     acceptor finds the bytes of a WRITE in the dialer's memory, empty where it cannot read that.
     """
 
-    id: int
+    id: _Id
     operation: int
     regions: list[int]
     addresses: bytes
     lengths: bytes
     uniform: int
-    descriptors: int
+    descriptors: _Count
     notification: bytes | None
     sources: bytes = b""
 
 
 class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    id: int
+    id: _Id
 
 
 class Failed(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    id: int
+    id: _Id
     code: int
     text: str
 
 
 class Stop(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    id: int
+    id: _Id
 
 
 class Stopped(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    id: int
-    sent: int
+    id: _Id
+    sent: _Count
 
 
 class Drained(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    id: int
+    id: _Id
 
 
 class ReadEnded(msgspec.Struct, tag=14, array_like=True, frozen=True):
-    id: int
+    id: _Id
     completed: bool
     notification: bytes | None
 
@@ -147,7 +150,7 @@ class Notify(msgspec.Struct, tag=15, array_like=True, frozen=True):
 class Granted(msgspec.Struct, tag=17, array_like=True, frozen=True):
     """The dialer may read now, until it sends `ReadEnded`."""
 
-    id: int
+    id: _Id
 
 
 class Bye(msgspec.Struct, tag=16, array_like=True, frozen=True):

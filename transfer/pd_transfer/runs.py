@@ -19,11 +19,20 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
-# Part of the wire protocol: both sides must agree. Below PACKED_RUN a message of its own costs more
-# than the two copies of packing (bench.py); a packed message fits a core's second-level cache.
-PACKED_RUN: Final = 128 * 1024
-PACKED_MESSAGE: Final = 512 * 1024
 OWN_MESSAGE: Final = 4 * 1024 * 1024
+
+
+class Packing(NamedTuple):
+    """Runs of up to `run` bytes share messages of up to `message`, none above OWN_MESSAGE."""
+
+    run: int
+    message: int
+
+
+# Part of the wire protocol: both sides must agree. Where packing copies, longer runs are better off
+# with a message each (bench.py), and a packed one fits a core's second-level cache.
+COPIED: Final = Packing(128 * 1024, 512 * 1024)
+IN_PLACE: Final = Packing(OWN_MESSAGE, OWN_MESSAGE)
 
 
 class Runs(NamedTuple):
@@ -84,18 +93,18 @@ def merge(
     )
 
 
-def plan(lengths: Vector) -> list[Message]:
+def plan(lengths: Vector, packing: Packing) -> list[Message]:
     """The messages that carry runs of these lengths, in order. (R,) uint64, none 0."""
     messages: list[Message] = []
     if not len(lengths):
         return messages
-    if len(lengths) == 1 and lengths[0] <= PACKED_RUN:  # a page alone: its latency counts
+    if len(lengths) == 1 and lengths[0] <= packing.run:  # a page alone: its latency counts
         return [Message(0, 1, 0, int(lengths[0]))]
-    short = lengths <= PACKED_RUN
+    short = lengths <= packing.run
     edges = np.flatnonzero(np.concatenate(([True], short[1:] != short[:-1], [True])))
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         if short[start]:
-            messages += _packed(lengths, start, stop)
+            messages += _packed(lengths, start, stop, packing.message)
         else:
             for run in range(start, stop):
                 length = int(lengths[run])
@@ -106,12 +115,12 @@ def plan(lengths: Vector) -> list[Message]:
     return messages
 
 
-def _packed(lengths: Vector, start: int, stop: int) -> list[Message]:
+def _packed(lengths: Vector, start: int, stop: int, most: int) -> list[Message]:
     ends = np.cumsum(lengths[start:stop])
     messages: list[Message] = []
     first, sent = 0, 0
     while first < stop - start:
-        last = int(np.searchsorted(ends, sent + PACKED_MESSAGE, side="right"))
+        last = int(np.searchsorted(ends, sent + most, side="right"))
         last = max(last, first + 1)
         nbytes = int(ends[last - 1]) - sent
         messages.append(Message(start + first, start + last, 0, nbytes))

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pd_transfer.loop import Loop
 from pd_transfer.regions import Vector
-from pd_transfer.runs import OWN_MESSAGE, Message
+from pd_transfer.runs import IN_PLACE, OWN_MESSAGE, Message
 from pd_transfer.wire import Receiving, Sending, Wire
 
 # Magic, place in the plan, id of the transfer, bytes that follow.
@@ -126,6 +126,8 @@ class TcpWire(Wire):
     Args:
         broken: called, once, when the connection ends or carries nonsense.
     """
+
+    packing = IN_PLACE
 
     def __init__(self, loop: Loop, broken: Callable[[str], None]) -> None:
         self._loop = loop

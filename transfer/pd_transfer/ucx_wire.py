@@ -24,7 +24,7 @@ from ucxx._lib.arr import Array
 from pd_transfer.errors import nixlBackendError
 from pd_transfer.handshake import Transport
 from pd_transfer.loop import Loop
-from pd_transfer.runs import OWN_MESSAGE, Bytes, direct, gather, scatter
+from pd_transfer.runs import COPIED, OWN_MESSAGE, Bytes, direct, gather, scatter
 from pd_transfer.wire import INDEX_BITS, Receiving, Sending, Wire
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -64,6 +64,8 @@ class _Expected(NamedTuple):
 
 class UcxWire(Wire):
     """`broken` is called, once, if UCX reports an error."""
+
+    packing = COPIED
 
     def __init__(self, loop: Loop, context: Any, broken: Callable[[str], None]) -> None:
         self._loop = loop

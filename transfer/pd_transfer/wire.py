@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pd_transfer.regions import Vector
-from pd_transfer.runs import Message, plan
+from pd_transfer.runs import Message, Packing, plan
 
 # A message is named by its transfer's id and its place in the plan, of this many bits.
 INDEX_BITS: Final = 24
@@ -25,6 +25,7 @@ class Sending:
     id: int
     addresses: Vector
     lengths: Vector
+    packing: Packing
     on_idle: Callable[[], None]
     next: int = 0
     in_flight: int = 0
@@ -32,7 +33,7 @@ class Sending:
     plan: list[Message] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = plan(self.lengths)
+        self.plan = plan(self.lengths, self.packing)
         assert len(self.plan) < 1 << INDEX_BITS
 
     @property
@@ -55,6 +56,7 @@ class Receiving:
     id: int
     addresses: Vector
     lengths: Vector
+    packing: Packing
     on_done: Callable[[], None]
     limit: int | None = None
     discard: bool = False
@@ -63,7 +65,7 @@ class Receiving:
     plan: list[Message] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = [] if self.discard else plan(self.lengths)
+        self.plan = [] if self.discard else plan(self.lengths, self.packing)
         assert len(self.plan) < 1 << INDEX_BITS
         if not self.discard:
             self.limit = len(self.plan)
@@ -79,6 +81,9 @@ class Receiving:
 
 class Wire(ABC):
     """In the loop's thread only. A job's end may be told within the call that starts it."""
+
+    packing: Packing
+    """Of the jobs that it takes."""
 
     @abstractmethod
     def send(self, job: Sending) -> None: ...

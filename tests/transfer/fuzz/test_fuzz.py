@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pd_transfer.messages import Post, encode
+from pd_transfer.messages import Post, ProtocolError, decode, encode
 from tests.transfer.fuzz.corpus import seeds
 from tests.transfer.fuzz.harness import Do, Scene, peer, play, step, victim
 
@@ -72,6 +72,16 @@ def test_a_refused_transfer_costs_nothing_however_long_it_claims_to_be(
     finally:
         sys.setprofile(None)
     assert len(seen) < 10_000  # calls; one a message would be a million
+
+
+@pytest.mark.parametrize("id", [-1, 1 << 40])
+def test_no_transfer_has_a_number_that_a_wire_cannot_say(id: int) -> None:
+    """Found by the fuzzer: the read's first message could not be named, and its link hung."""
+    address = np.array([victim.regions[0]], "<u8").tobytes()
+    post = Post(id, 1, [1], address, b"", 100, 1, None, address)
+    play(bytes([Scene.SERVING_TCP]) + step(Do.FRAME, encode(post)))
+    with pytest.raises(ProtocolError):
+        decode(encode(post))
 
 
 def test_damaged_conversations(spoken: list[bytes]) -> None:

@@ -16,7 +16,7 @@ from pd_transfer.enums import nixl_mem_t
 from pd_transfer.handshake import Probe, Transport
 from pd_transfer.link import Link
 from pd_transfer.loop import Loop, Progressable, Timer
-from pd_transfer.runs import view
+from pd_transfer.runs import COPIED, view
 from pd_transfer.state import State
 from pd_transfer.wire import Receiving, Sending, Wire
 
@@ -145,6 +145,7 @@ class NoUcx(Wire):
     """In the place of UCX's wire: takes jobs, and moves nothing of them."""
 
     address = b"ucx"
+    packing = COPIED
 
     def __init__(self, loop: Loop, context: Any, broken: Callable[[str], None]) -> None:
         pass
