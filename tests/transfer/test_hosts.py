@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from pd_transfer import bench
-from tests.transfer.conftest import SECRET
+from tests.transfer.conftest import ADDRESSES, SECRET
 from tests.transfer.node import RemoteNode, eventually
 
 MIB = 1 << 20
-ADDRESSES = ("10.79.0.1", "10.79.0.2")
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    """Prefixes of commands that are to run on either host."""
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need iproute2")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    names = [f"pdt{os.getpid()}{side}" for side in "ab"]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            try:
-                _ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            stack.callback(_ip, "netns", "del", name)
-        ends = [f"v{os.getpid()}{side}" for side in "ab"]
-        _ip("link", "add", ends[0], "netns", names[0], "type", "veth",
-            "peer", "name", ends[1], "netns", names[1])  # fmt: skip
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield [["ip", "netns", "exec", name] for name in names]
-
-
 TCP = {"TLS": "tcp,self"}
 
 

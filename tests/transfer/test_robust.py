@@ -19,6 +19,7 @@ from pd_transfer import messages
 from pd_transfer import metadata as wire_metadata
 from pd_transfer.handshake import Probe, Transcript, Transport, nonce
 from pd_transfer.messages import HEADER, VERSION, Hello, Ready, decode, encode
+from pd_transfer.ucx import UcxOptions
 from tests.transfer.conftest import SECRET
 from tests.transfer.node import Node, RemoteNode, eventually
 
@@ -70,8 +71,6 @@ def rows(base: int, starts: Any, lengths: Any) -> Any:
 def test_random_transfers_leave_exact_memory(
     later: Callable[[Any], Any], count: int, transport: Any
 ) -> None:
-    from pd_transfer.ucx import UcxOptions
-
     tcp = {"NET_DEVICES": "lo", "TLS": "tcp,self"} if transport == "network" else {}
     options = UcxOptions(transport=transport, settings=tcp)
     pools = [
@@ -183,11 +182,24 @@ def test_peers_killed_amid_transfers(later: Callable[[Any], Any], count: int) ->
 
 
 @pytest.mark.parametrize("count", REPEATS)
-def test_peers_stopped_amid_transfers(later: Callable[[Any], Any], count: int) -> None:
+@pytest.mark.parametrize("place", ["same host", "another host"])
+def test_peers_stopped_amid_transfers(
+    later: Callable[[Any], Any], count: int, place: str, request: pytest.FixtureRequest
+) -> None:
     """A stopped peer's pages stay held; it goes on where it was, or its transfers are aborted."""
-    agent = later(nixl.agent("ucx", name="survivor", secret=SECRET))
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    prefix: list[str] = []
+    if place == "another host":
+        prefix, here, there = request.getfixturevalue("neighbour")
+        ours, theirs = (
+            {"host": address, "transport": "network", "network": "tcp"} for address in (here, there)
+        )
+    agent = later(nixl.agent("ucx", name="survivor", secret=SECRET, options=UcxOptions(**ours)))
     node = Node(agent, pages=32, page=MIB, seed=1)
-    peer = later(RemoteNode(name="p", secret=SECRET, options={}, pages=32, page=MIB, seed=2))
+    peer = later(
+        RemoteNode(prefix, name="p", secret=SECRET, options=theirs, pages=32, page=MIB, seed=2)
+    )
     healthy = later(Node(later(nixl.agent("ucx", name="h", secret=SECRET)), pages=2, page=MIB))
     node.add(peer.metadata())
     node.add(healthy.metadata())
