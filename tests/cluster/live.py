@@ -31,6 +31,7 @@ class Generated:
     prompt_tokens: int
     cached_tokens: int
     finish_reason: dict[str, Any]
+    id: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Live:
             meta["prompt_tokens"],
             meta["cached_tokens"],
             meta["finish_reason"],
+            meta["id"],
         )
 
     def generate_all(
