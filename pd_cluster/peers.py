@@ -6,12 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
 
+from pd_cluster.mail import Mail
 from pd_cluster.pools import KvPool
 from pd_cluster.types import Message, WorkerId, encode
 
@@ -43,11 +45,13 @@ def actor_name(cluster_name: str, name: str) -> str:
 class Peers:
     """Handles of the cluster's other actors, by their names within the cluster.
 
-    Callbacks come from Ray's threads.
+    Callbacks come from Ray's threads, or from the mail's. Without `mail`, and to those to whom
+    there is no line yet, messages go by Ray; they may then overtake each other.
     """
 
-    def __init__(self, cluster_name: str) -> None:
+    def __init__(self, cluster_name: str, mail: Mail | None = None) -> None:
         self._cluster_name = cluster_name
+        self._mail = mail
         # By name and life: a worker that was removed may come back by the same name, as another
         # actor.
         self._handles: dict[tuple[str, str], Any] = {}
@@ -65,10 +69,53 @@ class Peers:
             return self._handles[key]
 
     def post(self, worker: WorkerId, message: Message, on_lost: Callable[[], None]) -> None:
-        """Sends a message to one life of a worker. `on_lost` is called if that life is over."""
+        """Sends a message to one life of a worker. `on_lost` may be called if that life is over;
+        to be sure to hear of that, `watch` it.
+        """
+        data = encode(message)
+        by_call = partial(self._post, worker, data, on_lost)
+        self._send(str(worker), worker.name, worker.incarnation, data, by_call)
+
+    def deliver(self, gateway: str, message: Message, on_lost: Callable[[], None]) -> None:
+        """Sends a message to a gateway; `on_lost` as in `post`."""
+        data = encode(message)
+        by_call = partial(self._deliver, gateway, data, on_lost)
+        self._send(gateway, gateway, "", data, by_call)
+
+    def _send(
+        self, recipient: str, name: str, life: str, data: bytes, by_call: Callable[[], None]
+    ) -> None:
+        if self._mail is not None and self._mail.send(recipient, data, by_call):
+            return
+        by_call()
+        if self._mail is not None and self._mail.wanted(recipient):
+            self._introduce(self._mail, recipient, name, life)
+
+    def _introduce(self, mail: Mail, recipient: str, name: str, life: str) -> None:
+        try:
+            ref = self.handle(name, life).mail_address.remote()
+        except (ValueError, RayError):
+            return
+
+        def told(future: Future[tuple[str, int]]) -> None:
+            try:
+                mail.dial(recipient, future.result())
+            except RayError:
+                pass  # it is gone, as `watch` tells
+
+        ref.future().add_done_callback(told)
+
+    def _deliver(self, gateway: str, data: bytes, on_lost: Callable[[], None]) -> None:
+        try:
+            self.handle(gateway).deliver.remote(data)
+        except (ValueError, RayError):
+            self.forget(gateway)
+            on_lost()
+
+    def _post(self, worker: WorkerId, data: bytes, on_lost: Callable[[], None]) -> None:
         name, life = worker.name, worker.incarnation
         try:
-            ref = self.handle(name, life).post.remote(life, encode(message))
+            ref = self.handle(name, life).post.remote(life, data)
         except (ValueError, RayError):
             self.forget(name, life)
             on_lost()

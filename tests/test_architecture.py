@@ -58,6 +58,7 @@ LAYERS = {
     "pd_cluster.scaling": 1,
     "pd_cluster.pools": 3,
     "pd_cluster.nodes": 6,
+    "pd_cluster.mail": 5,
     "pd_cluster.peers": 6,
     "pd_cluster.observability.scrape": 7,
     "pd_cluster.worker.actor": 7,

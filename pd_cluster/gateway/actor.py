@@ -19,10 +19,11 @@ from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
 from pd_cluster.gateway.driver import Driver, RunningRequest
 from pd_cluster.gateway.gate import Gate
+from pd_cluster.mail import Mail
 from pd_cluster.model.config import load_config
 from pd_cluster.model.generation import default_sampling
 from pd_cluster.model.tokenizer import Tokenizer
-from pd_cluster.nodes import advertised_host, model_folder, node_address
+from pd_cluster.nodes import advertised_host, attach, model_folder, node_address
 from pd_cluster.observability.logs import log_as_json
 from pd_cluster.observability.metrics import GatewayMetrics
 from pd_cluster.observability.snapshots import (
@@ -222,6 +223,9 @@ class GatewayActor:
         self._serving: asyncio.Task[None] | None = None
         self._url: str | None = None
         self._driver: Driver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        host = attach(config, local=spec.local).host
+        self.mail = Mail(name, host, spec.secret, self._arrived)
 
     async def start(self, port: int) -> str:
         """Binds the port (0: any) and serves; the URL. StartError where the port is taken.
@@ -232,7 +236,8 @@ class GatewayActor:
         if self._url is not None:
             return self._url
         config = self.config
-        link = RayLink(Peers(config.cluster_name), asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        link = RayLink(Peers(config.cluster_name, self.mail), self._loop)
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)
         link.driver = driver
         backend = RayBackend(driver, link)
@@ -266,6 +271,17 @@ class GatewayActor:
     @ray.method(num_returns=0)
     async def deliver(self, data: bytes) -> None:
         """OutputBatch."""
+        self._delivered(data)
+
+    async def mail_address(self) -> tuple[str, int]:
+        """Where this gateway takes mail."""
+        return self.mail.address
+
+    def _arrived(self, data: bytes) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._delivered, data)
+
+    def _delivered(self, data: bytes) -> None:
         if self._driver is not None:
             self._driver.deliver(decode(data, OutputBatch))
 

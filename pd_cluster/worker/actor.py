@@ -20,10 +20,10 @@ from typing import TypeVar, get_args
 
 import ray
 import torch
-from ray.exceptions import RayError
 
 from pd_cluster.config import Config
 from pd_cluster.errors import WireError
+from pd_cluster.mail import Mail
 from pd_cluster.nodes import attach, model_folder
 from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram, WorkerSnapshot
 from pd_cluster.observability.stopwatch import timed
@@ -106,7 +106,6 @@ class WorkerActor:
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.id = WorkerId(name, secrets.token_hex(4))
         self.role = role
-        self.peers = Peers(config.cluster_name)
         self._mailbox: queue.SimpleQueue[Event | AgentEvent | Callable[[], None]] = (
             queue.SimpleQueue()
         )
@@ -115,6 +114,8 @@ class WorkerActor:
         self.signature = self.engine.signature(spec.model_id)
         attachment = attach(config, local=spec.local)
         self.host = attachment.host
+        self.mail = Mail(str(self.id), attachment.host, spec.secret, self._arrived)
+        self.peers = Peers(config.cluster_name, self.mail)
         agent = make_transfer_agent(
             config.transfer.backend, str(self.id), spec.secret, attachment.host, attachment.ucx
         )
@@ -161,15 +162,13 @@ class WorkerActor:
         """Takes a message; False where it was meant for an earlier life of this worker."""
         if incarnation != self.id.incarnation:
             return False
-        try:
-            message = decode(data, POSTED)
-        except WireError as error:
-            logger.warning("ignored a message: %s", error)
-            return True
-        self._mailbox.put(message)
-        if isinstance(message, MakeRoom):
-            self._report_now.set()  # somebody waits to hear that there is room
+        self._arrived(data)
         return True
+
+    @ray.method(concurrency_group="control")
+    async def mail_address(self) -> tuple[str, int]:
+        """Where this worker takes mail."""
+        return self.mail.address
 
     async def watch(self, incarnation: str) -> None:
         """Returns when that life is over: at once for an earlier one, never for this one."""
@@ -224,6 +223,16 @@ class WorkerActor:
     async def validate(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests and debugging."""
         await self._ask(self.scheduler.validate)
+
+    def _arrived(self, data: bytes) -> None:
+        try:
+            message = decode(data, POSTED)
+        except WireError as error:
+            logger.warning("ignored a message: %s", error)
+            return
+        self._mailbox.put(message)
+        if isinstance(message, MakeRoom):
+            self._report_now.set()  # somebody waits to hear that there is room
 
     # --- the worker's thread ---
 
@@ -336,13 +345,8 @@ class WorkerActor:
         self.peers.post(worker, message, lost)
 
     def _deliver(self, gateway: str, batch: OutputBatch) -> None:
-        # Once a step, so without an answer to wait for: the watch tells of a gateway's end.
         self.peers.watch_gateway(gateway, lambda: self._mailbox.put(GatewayLost(gateway)))
-        try:
-            self.peers.handle(gateway).deliver.remote(encode(batch))
-        except (ValueError, RayError):
-            self.peers.forget(gateway)
-            self._mailbox.put(GatewayLost(gateway))
+        self.peers.deliver(gateway, batch, lambda: self._mailbox.put(GatewayLost(gateway)))
 
     def _tell_coordinator(self, data: bytes) -> None:
         number = self.kv_feed.updates
