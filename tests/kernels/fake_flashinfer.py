@@ -14,6 +14,8 @@ from torch import Tensor
 
 import pd_kernels
 
+DECODE = "decode.BatchDecodeWithPagedKVCacheWrapper"
+PREFILL = "prefill.BatchPrefillWithPagedKVCacheWrapper"
 Pages = tuple[Tensor, Tensor]
 
 
@@ -37,12 +39,8 @@ class FakeFlashinfer:
             top_k_renorm_probs=recorded("sampling.top_k_renorm_probs", _top_k),
             top_p_renorm_probs=recorded("sampling.top_p_renorm_probs", _top_p),
         )
-        decode, prefill = (
-            "decode.BatchDecodeWithPagedKVCacheWrapper",
-            "prefill.BatchPrefillWithPagedKVCacheWrapper",
-        )
-        self.decode = SimpleNamespace(**{decode.split(".")[1]: self._wrapper(decode, _Decode)})
-        self.prefill = SimpleNamespace(**{prefill.split(".")[1]: self._wrapper(prefill, _Prefill)})
+        self.decode = SimpleNamespace(**{DECODE.split(".")[1]: self._wrapper(DECODE, _Decode)})
+        self.prefill = SimpleNamespace(**{PREFILL.split(".")[1]: self._wrapper(PREFILL, _Prefill)})
 
     def names(self) -> list[str]:
         return [name for name, _, _ in self.calls]

@@ -16,12 +16,10 @@ from torch import Tensor
 
 import pd_kernels
 from pd_kernels import AttentionHeads, paged_attention, registry
-from tests.kernels.fake_flashinfer import FakeFlashinfer
+from tests.kernels.fake_flashinfer import DECODE, PREFILL, FakeFlashinfer
 
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
-DECODE = "decode.BatchDecodeWithPagedKVCacheWrapper"
-PREFILL = "prefill.BatchPrefillWithPagedKVCacheWrapper"
 APPEND = "page.append_paged_kv_cache"
 HEADS = AttentionHeads(6, 2, 64, 0.125, torch.bfloat16, torch.device("cpu"))
 LAYOUTS = pytest.mark.parametrize("layout", ["page_first", "layer_first"])

@@ -6,7 +6,7 @@ CPU, they are caught where they would be called there: in the model with Triton'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 WAITING = {
     "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::argwhere",
     "aten::equal",
     "aten::is_nonzero",
     "aten::masked_select",
@@ -37,6 +39,7 @@ WAITING = {
     "aten::unique_dim",
     "aten::unique_consecutive",
     "aten::repeat_interleave.Tensor",
+    "aten::repeat_interleave.self_Tensor",
     "aten::bincount",
 }
 
@@ -117,12 +120,17 @@ def test_drawing_waits_for_the_tokens_alone() -> None:
     assert len(tokens) == 2
 
 
-def test_what_waits_is_seen() -> None:
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_waits_is_seen(inference: bool) -> None:
     x = torch.tensor([1.0, 0.0])
-    with waits() as seen:
-        x[0].item()
-        x[x > 0]
-        torch.nonzero(x)
-    assert "aten::_local_scalar_dense" in seen
-    assert any(name.startswith("aten::index") for name in seen)
-    assert "aten::nonzero" in seen
+    waited: list[Callable[[], object]] = [
+        lambda: x[0].item(),
+        lambda: bool(x.sum() > 0),
+        lambda: x[x > 0],
+        lambda: torch.nonzero(x),
+        lambda: torch.repeat_interleave(x, torch.tensor([1, 2])),
+    ]
+    for each in waited:
+        with torch.inference_mode(inference), waits() as seen:
+            each()
+        assert seen

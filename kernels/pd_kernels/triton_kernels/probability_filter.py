@@ -76,9 +76,9 @@ def _kernel(weights, min_p, top_k, top_p, out, vocab, BLOCK: tl.constexpr):
             filled += tl.where(bits > last, weight, 0.0).to(tl.float64)
         value = last.to(tl.float32, bitcast=True).to(tl.float64)
         missing = tl.maximum(target - tl.sum(filled, axis=0), 0.0)
-        wanted = tl.ceil(missing / tl.where(value > 0, value, 1.0)).to(tl.int32)
-        wanted = tl.maximum(wanted, 1)
-        equals = tl.where(last == kth, tl.minimum(equals, wanted), wanted)
+        # Less than all that were left would fill, so never more of them than were.
+        equals = tl.ceil(missing / tl.where(value > 0, value, 1.0)).to(tl.int32)
+        equals = tl.maximum(equals, 1)
 
     before = tl.zeros([], tl.int32)
     for at in range(0, vocab, BLOCK):
