@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 QUESTION_S = 10.0
 # Between two looks at whether anybody wishes other numbers, and at what is under way (seconds).
 WISHES_S = 1.0
+# Between two looks at how many requests still run when all is to end.
+DRAIN_LOOK_S = 0.5
 SCALING_S = 0.2
 # Ray's store holds none of our pages: only its own small things.
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
@@ -338,25 +340,42 @@ class Cluster:
                 return
             time.sleep(0.02)
 
-    def stop(self, *, grace: bool = True) -> None:
+    def stop(self, *, grace: bool = True, progress: Callable[[str], None] = lambda _: None) -> None:
         """Lets running streams finish for a while, then ends every actor. Never raises."""
         self._stopping.set()
         if self._scaling is not None:
             self._scaling.join(QUESTION_S)
         gateways = [actor for name, actor in self.actors.items() if name.startswith("gateway-")]
         if grace and gateways:
-            wait_s = self.config.timeouts.shutdown_s + 10
             try:
-                shutdown_s = self.config.timeouts.shutdown_s
-                ray.get([actor.stop.remote(shutdown_s) for actor in gateways], timeout=wait_s)
+                self._drain(gateways, progress)
             except (RayError, GetTimeoutError) as error:
                 logger.warning("the gateways did not stop by themselves: %s", error)
+        progress(f"stopping {', '.join(self.actors)}")
         for name, actor in self.actors.items():
             try:
                 ray.kill(actor)
             except (RayError, ValueError) as error:
                 logger.warning("%s: %s", name, error)
         self.actors.clear()
+
+    def _drain(self, gateways: list[Any], progress: Callable[[str], None]) -> None:
+        """Has the gateways refuse new requests, and waits for those that run."""
+        grace_s = self.config.timeouts.shutdown_s
+        stopping = [actor.stop.remote(grace_s) for actor in gateways]
+        end = time.monotonic() + grace_s + QUESTION_S
+        left = stopping
+        while left and time.monotonic() < end:
+            running = sum(
+                ray.get([actor.inside.remote() for actor in gateways], timeout=QUESTION_S)
+            )
+            if running:
+                progress(
+                    f"draining {running} request{'s' if running > 1 else ''}, for {grace_s:g} s at"
+                    " most (timeouts.shutdown_s); new ones are refused"
+                )
+            _, left = ray.wait(stopping, num_returns=len(stopping), timeout=DRAIN_LOOK_S)
+        ray.get(stopping, timeout=0)
 
     def _launch(self, name: str, kind: Kind | Literal["coordinator"]) -> None:
         actor: type

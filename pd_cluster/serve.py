@@ -127,8 +127,10 @@ class Server:
             raise StartError("Ray has ended under the cluster")
         self.cluster.keep_serving()
 
-    def stop(self) -> None:
-        self.cluster.stop()
+    def stop(self, *, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Streams may finish within their grace time; then all ends that was started."""
+        self.cluster.stop(progress=progress)
+        progress("stopping Ray" if self.cluster.spec.local else "leaving Ray")
         ray.shutdown()
 
 

@@ -98,5 +98,14 @@ def run_server(config: Config, address: str | None) -> None:
                 registry.announce(config.cluster_name, server.cluster.urls, address)
     finally:
         registry.withdraw(config.cluster_name)
-        with console.status("stopping"):
-            server.stop()
+        with console.status("stopping") as status:
+            said: list[str] = []
+
+            def tell(what: str) -> None:
+                status.update(what)
+                if said[-1:] != [what]:
+                    console.print(what, soft_wrap=True)
+                    said.append(what)
+
+            server.stop(progress=tell)
+        console.print("pd-cluster has ended")

@@ -285,6 +285,10 @@ class GatewayActor:
         if self._driver is not None:
             self._driver.deliver(decode(data, OutputBatch))
 
+    async def inside(self) -> int:
+        """How many requests are at work."""
+        return self.gate.inside
+
     async def stop(self, wait_s: float) -> None:
         """Answers new requests with 503; running ones get `wait_s` to finish."""
         if self._server is None or self._serving is None or self._driver is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -57,10 +56,6 @@ class Serving:
 
     def note_children(self) -> None:
         self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
-
-    def interrupt(self) -> None:
-        """Ctrl-C: a terminal sends it to the whole group."""
-        os.killpg(self.process.pid, signal.SIGINT)
 
     def left(self) -> list[psutil.Process]:
         """Those of all processes ever seen that still run."""

@@ -193,7 +193,7 @@ async def test_prompts(client, fields, words):
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "return_logprob": 1}, "return_logprob"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
         (
             {"text": "a", "sampling_params": {"min_new_tokens": 6, "max_new_tokens": 5}},
             "min_new_tokens",
