@@ -110,6 +110,12 @@ class Big:
             message,
         )
 
+    def told(self) -> None:
+        """Return once the agent's thread has sent what it was asked to, e.g. an abort."""
+        done = threading.Event()
+        self.agent._backend.loop.call(done.set)  # type: ignore[attr-defined]
+        assert done.wait(30)
+
 
 @pytest.fixture
 def big(later: Callable[[Any], Any]) -> Iterator[Big]:
@@ -147,6 +153,7 @@ def test_an_aborted_transfer_ends_only_when_the_target_says_so(big: Big, operati
     big.agent.transfer(handle)
     big.agent.abort(handle)
     big.agent.abort(handle)
+    big.told()
     assert big.agent.check_xfer_state(handle) == "PROC"
     big.target.resume()
     with pytest.raises(nixl.nixlCancelledError):
@@ -177,6 +184,7 @@ def test_releasing_an_active_handle_aborts_it(big: Big) -> None:
     big.target.stop()
     big.agent.transfer(handle)
     big.agent.release_xfer_handle(handle)
+    big.told()
     big.target.resume()
     eventually(lambda: big.agent.statistics().transfers_active == 0)
     assert big.agent.statistics().transfers_aborted == 1

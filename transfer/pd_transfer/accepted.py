@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-import secrets
 import socket
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from pd_transfer.dial import proof
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.errors import (
-    nixlBackendError,
-    nixlNotAllowedError,
     nixlNotFoundError,
-    nixlRemoteDisconnectError,
 )
-from pd_transfer.handshake import Transport, nonce
-from pd_transfer.link import Endpoint, Link
 from pd_transfer.messages import (
-    VERSION,
-    Attach,
     Bye,
-    Challenge,
     Done,
     Drained,
     Failed,
     Granted,
-    Hello,
-    Identity,
     Message,
     Notify,
     Post,
     ProtocolError,
     ReadEnded,
-    Ready,
-    Refused,
-    Sealed,
     Stop,
     Stopped,
     refusal_code,
     unpack_runs,
     unpack_sources,
 )
+from pd_transfer.opening import AcceptingLink, Acceptor
 from pd_transfer.regions import Vector
 from pd_transfer.runs import Runs
-from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.wire import Receiving, Sending
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -66,116 +50,10 @@ class _Service:
     job: Sending | Receiving | Copy | None = None
 
 
-class Acceptor(Endpoint, Protocol):
-    def ticketed(self, ticket: bytes) -> AcceptedLink | None:
-        """The link that waits for a data connection with this ticket."""
-
-
-class AcceptedLink(Link):
-    owner: Acceptor
-
+class AcceptedLink(AcceptingLink):
     def __init__(self, owner: Acceptor, secret: bytes, sock: socket.socket) -> None:
-        super().__init__(owner, secret)
-        # What a data connection shows to be joined to this link; empty where none is to come.
-        self.ticket = b""
         self._services: dict[int, _Service] = {}
-        self._best = Transport.TCP
-        self._identified: Identity | None = None
-        self._expecting = self._hello
-        self._timer = owner.loop.later(
-            _HANDSHAKE_SECONDS, lambda: self._disconnected("handshake took too long")
-        )
-        self.attach(sock)
-
-    def _disconnected(self, reason: str) -> None:
-        if not self.open:
-            logger.info("a connection to agent %r ended: %s", self.owner.state.name, reason)
-        self.owner.lost(self, nixlRemoteDisconnectError(f"{self.peer!r}: {reason}"))
-
-    # The handshake.
-
-    def _hello(self, message: Message, body: bytes) -> None:
-        if isinstance(message, Attach):
-            self._give_away(message)
-            return
-        if not isinstance(message, Hello) or not message.name or len(message.generation) != 16:
-            raise ProtocolError("the first message is not a greeting")
-        if message.version != VERSION:
-            self._refuse(nixlBackendError(f"protocol {message.version}, here {VERSION}"))
-        elif message.wanted_generation != self.owner.state.generation:
-            self._refuse(nixlNotFoundError(f"{self.owner.state.name!r} has been restarted since"))
-        else:
-            self.peer, self.generation = message.name, message.generation
-            self._transcript.add(body)
-            self._transcript.add(self.connection.send(Challenge(VERSION, nonce())))
-            self._expecting = self._identity
-
-    def _give_away(self, message: Attach) -> None:
-        """This is not a link but the data connection of one."""
-        link = self.owner.ticketed(message.ticket)
-        if link is None or not hmac.compare_digest(
-            message.proof, proof(self._secret, b"dialer", message.ticket)
-        ):
-            raise ProtocolError("not the ticket of a data connection")
-        assert isinstance(link._wire, TcpWire)
-        sock = self.connection.detach()
-        self.owner.forget(self)
-        link.ticket = b""
-        try:
-            sock.send(proof(self._secret, b"acceptor", message.ticket))
-        except OSError:
-            pass  # reading will tell
-        link._wire.attach(sock)
-
-    def _identity(self, message: Message, body: bytes) -> None:
-        identity = self._opened(message)
-        if not isinstance(identity, Identity):
-            raise ProtocolError("expected an identity")
-        self.connection.trust()
-        self._watch_process(identity)
-        self._identified = identity
-        self._best = self._best_transport(identity)
-        own = self.owner.probe.identity(self._best, self.owner.fabric)
-        self.connection.send(self._transcript.seal(b"acceptor", own))
-        self._expecting = self._ready_to_connect
-
-    def _ready_to_connect(self, message: Message, body: bytes) -> None:
-        ready = self._opened(message)
-        if not isinstance(ready, Ready):
-            raise ProtocolError("expected readiness")
-        try:
-            transport = Transport(ready.transport)
-        except ValueError as error:
-            raise ProtocolError(f"transport {ready.transport}") from error
-        if transport > self._best:
-            raise ProtocolError("a transport that was not offered")
-        assert self._identified is not None
-        address = self._open_data(transport, self._identified)
-        if transport == Transport.TCP:
-            address = self.ticket = secrets.token_bytes(_TICKET)
-        try:
-            self._connect_data(ready.address, transport)
-        except nixlBackendError as error:
-            self._refuse(error)
-            return
-        self._timer.cancel()
-        self.connection.send(self._transcript.seal(b"acceptor", Ready(transport, address)))
-        self._ready()
-
-    def _opened(self, message: Message) -> Message:
-        if not isinstance(message, Sealed):
-            raise ProtocolError("expected a sealed message")
-        try:
-            return self._transcript.open(b"dialer", message)
-        except nixlNotAllowedError as error:
-            self._refuse(error)
-            raise ProtocolError(str(error)) from error
-
-    def _refuse(self, error: Exception) -> None:
-        self.connection.send(Refused(refusal_code(error), str(error)))
-        self._disconnected(f"refused: {error}")
-
-    # Afterwards.
+        super().__init__(owner, secret, sock)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -291,7 +169,7 @@ class AcceptedLink(Link):
                 self.owner.state.notified(self.peer, message.notification)
 
     def _end_all(self, error: Exception) -> None:
-        self._timer.cancel()
+        super()._end_all(error)
         for service in self._services.values():
             if service.admitted:
                 self.owner.state.regions.release(service.post.regions)

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import socket
 from dataclasses import dataclass
 
-from pd_transfer.dial import Attaching, Dialing
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
-from pd_transfer.errors import (
-    nixlBackendError,
-    nixlCancelledError,
-    nixlNotAllowedError,
-    nixlRemoteDisconnectError,
-)
-from pd_transfer.handshake import Transport, nonce
-from pd_transfer.link import Endpoint, Link
-from pd_transfer.loop import Timer
+from pd_transfer.errors import nixlCancelledError
+from pd_transfer.link import Endpoint
 from pd_transfer.messages import (
-    VERSION,
     Bye,
-    Challenge,
     Done,
     Drained,
     Failed,
     Granted,
-    Hello,
-    Identity,
     Message,
     Notify,
     Post,
     ProtocolError,
     ReadEnded,
-    Ready,
-    Refused,
-    Sealed,
     Stop,
     Stopped,
     pack_addresses,
@@ -44,8 +28,8 @@ from pd_transfer.messages import (
     refusal,
 )
 from pd_transfer.metadata import Metadata
+from pd_transfer.opening import DialingLink
 from pd_transfer.state import Transfer
-from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.ucx_wire import UcxWire
 from pd_transfer.wire import Receiving, Sending
 
@@ -66,104 +50,17 @@ class _Operation:
     error: Exception | None = None
 
 
-class DialedLink(Link):
+class DialedLink(DialingLink):
     def __init__(
         self, owner: Endpoint, secret: bytes, peer: Metadata, address: tuple[str, int]
     ) -> None:
-        super().__init__(owner, secret)
-        self.peer, self.generation = peer.name, peer.generation
-        self._address = address
+        super().__init__(owner, secret, peer, address)
         self._leaving = False
         self._ids = itertools.count(1)
         self._operations: dict[int, _Operation] = {}
         self._by_transfer: dict[Transfer, _Operation] = {}
         # What is asked for before the link is open, in order.
         self._waiting: list[Transfer | Notify] = []
-        self._dialing: Dialing | Attaching | None = None
-        self._timer: Timer | None = None
-        self._transport = Transport.TCP
-
-    def dial(self, timeout: float) -> None:
-        if self.closed:
-            return
-        self._timer = self.owner.loop.later(timeout, lambda: self._disconnected("no answer"))
-        self._dialing = Dialing(self.owner.loop, self._address, self._dialed, self._disconnected)
-        self._dialing.start()
-
-    def _dialed(self, sock: socket.socket) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-        self.attach(sock)
-        self._transcript.add(
-            self.connection.send(
-                Hello(
-                    VERSION,
-                    self.owner.state.name,
-                    self.owner.state.generation,
-                    self.generation,
-                    nonce(),
-                )
-            )
-        )
-        self._expecting = self._challenge
-
-    # The handshake. It has no deadline: the peer may be stopped or busy for long.
-
-    def _challenge(self, message: Message, body: bytes) -> None:
-        if isinstance(message, Refused):
-            self._refused(message)
-            return
-        if not isinstance(message, Challenge) or message.version != VERSION:
-            raise ProtocolError("expected a challenge")
-        self._transcript.add(body)
-        identity = self.owner.probe.identity(self.owner.transport, self.owner.fabric)
-        self.connection.send(self._transcript.seal(b"dialer", identity))
-        self._expecting = self._identity
-
-    def _identity(self, message: Message, body: bytes) -> None:
-        if isinstance(message, Refused):
-            self._refused(message)
-            return
-        identity = self._opened(message)
-        if not isinstance(identity, Identity):
-            raise ProtocolError("expected an identity")
-        self.connection.trust()
-        self._watch_process(identity)
-        self._transport = self._best_transport(identity)
-        ready = Ready(self._transport, self._open_data(self._transport, identity))
-        self.connection.send(self._transcript.seal(b"dialer", ready))
-        self._expecting = self._ready_to_connect
-
-    def _ready_to_connect(self, message: Message, body: bytes) -> None:
-        if isinstance(message, Refused):
-            self._refused(message)
-            return
-        ready = self._opened(message)
-        if not isinstance(ready, Ready) or ready.transport != self._transport:
-            raise ProtocolError("expected readiness")
-        if isinstance(self._wire, TcpWire):
-            # Nothing more is said on the control connection until the other one stands.
-            self._expecting = self._unexpected
-            self._dialing = Attaching(
-                self.owner.loop,
-                self._address,
-                self._secret,
-                ready.address,
-                self._attached,
-                self._disconnected,
-            )
-            return
-        try:
-            self._connect_data(ready.address, self._transport)
-        except nixlBackendError as error:
-            self.owner.lost(self, error)
-            return
-        self._begin()
-
-    def _attached(self, sock: socket.socket) -> None:
-        assert isinstance(self._wire, TcpWire)
-        self._wire.attach(sock)
-        self._begin()
 
     def _begin(self) -> None:
         with self._lock:  # what other threads send comes after what has been waiting
@@ -175,21 +72,6 @@ class DialedLink(Link):
                 else:
                     self._start(item)
         self._leave_if_done()
-
-    def _opened(self, message: Message) -> Message:
-        if not isinstance(message, Sealed):
-            raise ProtocolError("expected a sealed message")
-        try:
-            return self._transcript.open(b"acceptor", message)
-        except nixlNotAllowedError as error:
-            raise ProtocolError(str(error)) from error
-
-    def _refused(self, message: Refused) -> None:
-        error = refusal(message.code, f"{self.peer!r} refused: {message.text}")
-        self.owner.lost(self, error)
-
-    def _disconnected(self, reason: str) -> None:
-        self.owner.lost(self, nixlRemoteDisconnectError(f"{self.peer!r}: {reason}"))
 
     # What the agent asks.
 
@@ -400,10 +282,7 @@ class DialedLink(Link):
         self._leave_if_done()
 
     def _end_all(self, error: Exception) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._dialing is not None:
-            self._dialing.cancel()
+        super()._end_all(error)
         ending = [item for item in self._waiting if not isinstance(item, Notify)]
         ending += [operation.transfer for operation in self._operations.values()]
         self._waiting.clear()

@@ -2,7 +2,7 @@
 
 A link has a direction. The dialer added the acceptor as a remote agent and issues transfers; the
 acceptor serves them out of and into its registered memory. Two agents that added each other have
-two links. dialed.py and accepted.py are the two ends.
+two links. dialed.py and accepted.py are the two ends, opening.py has how they come about.
 """
 
 from __future__ import annotations
