@@ -10,7 +10,7 @@ import pytest
 from pd_cluster.cache.events import PagesStored
 from pd_cluster.config import Config
 from pd_cluster.coordinator.choice import Weights
-from pd_cluster.coordinator.costs import Priors
+from pd_cluster.coordinator.costs import Priors, TierMeasured
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.coordinator.prefix_hash import block_hashes, pack_hashes
 from pd_cluster.coordinator.queue import OLDEST_EVERY, PATIENCE_S
@@ -129,6 +129,31 @@ def test_events_lead_to_placement_and_reasons_say_so() -> None:
     # It can be explained after its workers are gone.
     state.worker_lost(chosen.prefill, 1.0)
     assert state.explain(AttemptId("a", 0)) == why
+    state.validate()
+
+
+def test_what_lies_below_is_placed_by_and_said() -> None:
+    state = cluster()
+    tokens = prompt(0, 640)
+    for name in ("prefill-1", "decode-1"):
+        stored = PagesStored(None, None, tokens, np.arange(len(tokens)), "host")
+        assert state.kv_events(KvUpdate(WorkerId(name, "a"), 0, (stored,)), 0.0)
+    chosen = placement(state.place(request("a", tokens), 0.0))
+    assert (chosen.prefill.name, chosen.decode.name) == ("prefill-1", "decode-1")
+    assert chosen.promote
+    why = state.explain(AttemptId("a", 0))
+    assert why is not None
+    assert (why["prefill_held"], why["prefill_below"], why["decode_below"]) == (0, 639, 640)
+    best = why["candidates"]["prefill"][0]
+    assert (best["worker"], best["held"], best["below"]) == ("prefill-1@a", 0, 639)
+    assert best["promote"] > 0
+    # Until the tiers turn out to be slow: decode is told not to load.
+    slow = [TierMeasured("host", 640, 3.0)] * 50
+    state.measured(WorkerId("decode-1", "a"), slow)
+    state.cluster.decode.ready[0] = False
+    state.ended(ended("a"), 5.0)
+    chosen = placement(state.place(request("b", tokens), 10.0))
+    assert (chosen.decode.name, chosen.promote) == ("decode-1", False)
     state.validate()
 
 

@@ -29,6 +29,7 @@ SHORT = [
     [
         (PLENTY, SHAPE),
         (PLENTY, replace(SHAPE, num_pages=400, page_size=512)),
+        (PLENTY, replace(SHAPE, num_pages=1500, host_pages=6000)),
         # Retractions and preemptions.
         (SHORT, ClusterShape(prefill=1, decode=1, num_pages=100, page_size=16)),
     ],
@@ -74,5 +75,6 @@ def simulate(trace: list[TraceRequest], shape: ClusterShape) -> tuple[Simulation
     simulation.state.validate()
     for each in simulation.workers.values():
         each.scheduler.validate()
-        assert each.scheduler.idle
+        # What the last answer left in the pool may still be on its way to host memory.
+        assert each.scheduler.idle or shape.host_pages
     return simulation, planned

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.coordinator.choice import RouteLimits
+from pd_cluster.coordinator.index import PrefixIndex
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.errors import ConfigError
 from pd_cluster.simulate.cluster import ClusterShape, Simulation, priors
@@ -111,6 +112,23 @@ def test_the_other_routes_save_computing_and_moving() -> None:
     assert pulled["prefill.computed_tokens"] < without["prefill.computed_tokens"]
 
 
+def test_a_host_tier_is_placed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pools too small have evicted is read where it lies, for the coordinator knows where."""
+    trace = conversations(25, seed=2, rate=1.0, pause_s=4.0)
+    experiment = Experiment(trace, replace(SHAPE, num_pages=2500), TIMES)
+    without = experiment.run("cost")
+    experiment = replace(experiment, shape=replace(experiment.shape, host_pages=12_000))
+    known = experiment.run("cost")
+    monkeypatch.setattr(PrefixIndex, "match_below", lambda *_: None)
+    unknown = experiment.run("cost")
+    assert "host.hit_rate" not in without
+    assert known["host.hit_rate"] > unknown["host.hit_rate"] > 0
+    assert known["host.loaded_bytes"] > 0
+    computed = [each["prefill.computed_tokens"] for each in (known, unknown, without)]
+    assert computed[0] < 0.8 * computed[1] < 0.8 * computed[2]
+    assert known["transfer.bytes"] < unknown["transfer.bytes"]
+
+
 def test_memory_for_a_third_of_the_demand_is_enough_with_retractions() -> None:
     """Case 15: what was retracted resumes, is not lost, and has every token."""
     trace = [
@@ -199,6 +217,7 @@ def test_the_command_writes_figures_and_its_exit_code_says_whether_targets_were_
         ({"schedule_policy": "best"}, "--schedule-policy: unknown schedule policy 'best'"),
         ({"compare": "cost", "plan": True}, "--plan and --compare: .* give one"),
         ({"decode": 0}, "--decode 0: must be at least 1"),
+        ({"host_pages": -1}, "--host-pages -1: must not be negative"),
         ({"rate": 2}, "are of a --trace"),
         ({"page_size": 48}, "--page-size 48: must divide 64 or be larger"),
         ({"page_size": 10**9}, "leaves no memory for a page"),

@@ -21,6 +21,7 @@ from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.config import KvEventsConfig
 from pd_cluster.worker.kv_publisher import KvEvents, KvPublisher, make_kv_events, own_port
+from tests.cache.tiered import Tiers
 
 ANY = "tcp://127.0.0.1:*"
 PATIENCE_MS = 30_000
@@ -104,6 +105,30 @@ def test_what_the_cache_does_is_published_in_numbered_batches(
     assert second == first + 1, "nothing is sent where nothing has happened"
     assert stored == [
         BlockStored(names, None, list(range(128)), 64, None, "GPU"),
+    ]
+    assert removed == [BlockRemoved(names, "GPU")]
+
+
+def test_blocks_of_the_host_tier_have_its_medium(
+    publisher: KvPublisher, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    tiers = Tiers(device=16, host=32, record_events=True, storage={})
+    events = KvEvents(tiers.cache, publisher, 4)
+    tokens = np.arange(8, dtype=np.int32)
+    names = prefix_hashes(tokens, None, 4)
+    with subscribe(context, publisher) as socket:
+        tiers.run(tokens)
+        tiers.drain()
+        events.tell(tiers.cache.take_events())
+        _, stored = receive(socket)
+        tiers.cache.evict(16, 9.0)
+        events.tell(tiers.cache.take_events())
+        _, removed = receive(socket)
+    values = list(range(8))
+    # What storage holds is not told: it forgets without a word.
+    assert stored == [
+        BlockStored(names, None, values, 4, None, "GPU"),
+        BlockStored(names, None, values, 4, None, "CPU"),
     ]
     assert removed == [BlockRemoved(names, "GPU")]
 

@@ -23,7 +23,7 @@ from pd_cluster.cache.tier_ops import (
     TierEvent,
 )
 from pd_cluster.config import Config
-from pd_cluster.worker.cache import make_cache
+from pd_cluster.worker.cache import make_cache, store_name
 from pd_cluster.worker.tier_io import FETCH_BATCH, TierIO, make_host_memory
 
 BLOCK = 8
@@ -210,3 +210,19 @@ def test_the_configuration_makes_the_cache(tmp_path: Path) -> None:
         make(radix_cache_backend="mine")
     with pytest.raises(ValueError, match="nothing to extend"):
         make(**tiers, disable_radix_cache=True)
+
+
+def test_who_shares_a_store_says_the_same() -> None:
+    def name(host: str, **settings: object) -> str:
+        tiers = {"enable_hierarchical_cache": True, **settings}
+        return store_name(Config.model_validate(tiers), host)
+
+    assert name("one") == ""
+    assert name("one", hicache_storage_backend="redis") == name(
+        "two", hicache_storage_backend="redis"
+    )
+    path = {"hicache_storage_backend_extra_config": {"path": "/kv"}}
+    folders = {name(host, hicache_storage_backend="file", **path) for host in ("one", "two")}
+    assert len(folders) == 2, "a folder is one host's"
+    off = {"hicache_storage_backend": "redis", "enable_hierarchical_cache": False}
+    assert store_name(Config.model_validate(off), "one") == ""
