@@ -113,7 +113,7 @@ def read(given: Mapping[str, Any]) -> dict[str, Any]:
             overrides[key] = _json(_flag(key), value)
         else:
             # A flag or a list that was not given says nothing.
-            overrides[_KEY_OF.get(key, key)] = value or None if value in (False, []) else value
+            overrides[_KEY_OF.get(key, key)] = None if value is False or value == [] else value
     return overrides
 
 

@@ -65,6 +65,23 @@ def test_keys_by_the_environment(serve):
     assert (config.api_keys, config.admin_key) == (("one", "two"), "boss")
 
 
+def test_options_of_every_kind(serve, tmp_path):
+    """Zero is a value; a flag, JSON and a fraction too."""
+    file = tmp_path / "c.yaml"
+    file.write_text("max_queued_requests: 5\nport: 1\n")
+    config = serve(
+        *("--config", str(file), "--set", "page_size=4", "--page-size", "8"),
+        *("--port", "0", "--max-queued-requests", "0", "--disable-radix-cache"),
+        *("--mem-fraction-static", "0.5", "--schedule-policy", "lpm"),
+        *("--radix-eviction-policy", "slru"),
+        *("--radix-eviction-policy-config", '{"slru_protected_threshold": 2}'),
+    )
+    assert (config.port, config.max_queued_requests, config.page_size) == (0, 0, 8)
+    assert config.disable_radix_cache is True
+    assert (config.mem_fraction_static, config.schedule_policy) == (0.5, "lpm")
+    assert config.radix_eviction_policy_config == {"slru_protected_threshold": 2}
+
+
 def test_what_is_left_out(serve):
     config = serve()
     assert (config.api_keys, config.model_aliases, config.admin_key) == ((), (), None)
