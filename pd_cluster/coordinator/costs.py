@@ -2,7 +2,7 @@
 
     prefill   a + b n + c n (cached + n/2)           n tokens computed after `cached` others
     decode    a + b sequences + c KV tokens          one step
-    link      latency + bytes / bandwidth            by pair of workers, where one was measured
+    link      (a + b n) x how this pair's writes stand to all   n tokens' KV written
     tier      a + b n                                n tokens read from host memory, or storage
 
 Each is linear in its coefficients and refitted by least squares of the relative error with
@@ -95,10 +95,10 @@ class DecodeMeasured:
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasured:
-    """A write of `size` bytes to `peer`, from its post to its acknowledgement."""
+    """A write of `tokens` tokens' KV to `peer`, from its post to its acknowledgement."""
 
     peer: WorkerId
-    size: int
+    tokens: int
     seconds: float
 
 
@@ -136,7 +136,8 @@ class Rates:
     prefill: FittedTime = field(init=False)
     decode: FittedTime = field(init=False)
     tiers: dict[LowerTier, FittedTime] = field(init=False)
-    bandwidth: float = field(init=False)
+    link: FittedTime = field(init=False)
+    # How much longer than a write to anybody one to this peer takes, by writer.
     pairs: dict[WorkerId, dict[WorkerId, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -146,7 +147,8 @@ class Rates:
             "host": FittedTime(self.priors.host),
             "storage": FittedTime(self.priors.storage),
         }
-        self.bandwidth = self.priors.link_bytes_per_s
+        token_s = self.priors.kv_bytes_per_token / self.priors.link_bytes_per_s
+        self.link = FittedTime((self.priors.link_latency_s, token_s))
 
     def observe(self, worker: WorkerId, measured: Measured) -> None:
         match measured:
@@ -194,20 +196,17 @@ class Rates:
         a, b = self.tiers[tier].coefficients.tolist()
         return np.where(tokens > 0, a + b * tokens, 0.0)
 
-    def transfer_s(
-        self, tokens: NDArray[np.int64], bandwidths: float | Floats | None = None
-    ) -> Floats:
-        """Time to move the KV of so many tokens, at the mean bandwidth or that of each link."""
-        per_second = self.bandwidth if bandwidths is None else bandwidths
-        size = tokens * self.priors.kv_bytes_per_token
-        return np.asarray(self.priors.link_latency_s + size / per_second, np.float64)
+    def transfer_s(self, tokens: NDArray[np.int64], factors: float | Floats = 1.0) -> Floats:
+        """Time to move the KV of so many tokens; `factors` are those of the links."""
+        a, b = self.link.coefficients.tolist()
+        return np.asarray((a + b * tokens) * factors, np.float64)
 
-    def bandwidths(self, source: WorkerId, slots: Mapping[WorkerId, int], count: int) -> Floats:
-        """From a worker to each of `count` slots, bytes/s: the mean where it is not known."""
-        found = np.full(count, self.bandwidth)
-        for peer, rate in self.pairs.get(source, {}).items():
+    def link_factors(self, source: WorkerId, slots: Mapping[WorkerId, int], count: int) -> Floats:
+        """From a worker to each of `count` slots: 1 where nothing is known."""
+        found = np.ones(count)
+        for peer, factor in self.pairs.get(source, {}).items():
             if peer in slots:
-                found[slots[peer]] = rate
+                found[slots[peer]] = factor
         return found
 
     def forget(self, worker: WorkerId) -> None:
@@ -217,11 +216,9 @@ class Rates:
             peers.pop(worker, None)
 
     def _observe_link(self, worker: WorkerId, measured: LinkMeasured) -> None:
-        seconds = measured.seconds - self.priors.link_latency_s
-        if measured.size <= 0 or seconds <= 0:
+        if measured.tokens <= 0 or measured.seconds <= 0:
             return
-        rate = measured.size / seconds
+        self.link.observe((1.0, float(measured.tokens)), measured.seconds)
+        factor = measured.seconds / float(self.transfer_s(np.array(measured.tokens)))
         peers = self.pairs.setdefault(worker, {})
-        # Means of the time per byte, so that a slow link weighs as much as it costs.
-        peers[measured.peer] = 1 / (0.9 / peers.get(measured.peer, rate) + 0.1 / rate)
-        self.bandwidth = 1 / (0.99 / self.bandwidth + 0.01 / rate)
+        peers[measured.peer] = 0.9 * peers.get(measured.peer, factor) + 0.1 * factor

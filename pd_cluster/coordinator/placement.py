@@ -174,7 +174,7 @@ class Cost(PlacementPolicy):
         self, ask: Ask, fleet: Fleet, free_at: float, source: WorkerId, now: float
     ) -> tuple[dict[str, Floats], Holdings, Floats]:
         """`source` is the prefill worker, which will be free at `free_at`. Also each link's
-        bytes/s.
+        factor.
         """
         held = np.minimum(fleet.index.match(ask.hashes, len(fleet)), ask.prompt_len)
         empty = float(self.rates.step_s(0, 0))
@@ -183,7 +183,7 @@ class Cost(PlacementPolicy):
         # Decode has a prefix sent once: who shares one that is still on its way waits for it.
         here = fleet.index.match(ask.hashes, len(fleet), expected=False)
         wait = np.where(held > here, np.maximum(0.0, fleet.landing_until - free_at), 0.0)
-        links = self.rates.bandwidths(source, fleet.slots, len(fleet))
+        links = self.rates.link_factors(source, fleet.slots, len(fleet))
 
         def send(known: Lengths) -> Floats:
             return self.rates.transfer_s(ask.prompt_len - known, links)

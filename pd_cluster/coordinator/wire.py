@@ -37,7 +37,7 @@ class _Decode(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 class _Link(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     peer: WorkerId
-    size: int
+    tokens: int
     seconds: float
 
 
@@ -91,7 +91,7 @@ def _pack_measured(measured: Measured) -> _Measured:
         case DecodeMeasured():
             return _Decode(measured.sequences, measured.kv_tokens, measured.seconds)
         case LinkMeasured():
-            return _Link(measured.peer, measured.size, measured.seconds)
+            return _Link(measured.peer, measured.tokens, measured.seconds)
         case TierMeasured():
             return _Tier(measured.tier, measured.tokens, measured.seconds)
 
@@ -103,6 +103,6 @@ def _unpack_measured(measured: _Measured) -> Measured:
         case _Decode():
             return DecodeMeasured(measured.sequences, measured.kv_tokens, measured.seconds)
         case _Link():
-            return LinkMeasured(measured.peer, measured.size, measured.seconds)
+            return LinkMeasured(measured.peer, measured.tokens, measured.seconds)
         case _Tier():
             return TierMeasured(measured.tier, measured.tokens, measured.seconds)

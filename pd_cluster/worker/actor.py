@@ -284,6 +284,7 @@ class WorkerActor:
                 self._obey(self.scheduler.computed(batch, drawn, now))
             events = self.scheduler.cache.take_events()
             self.kv_feed.take(events, now)
+            self.kv_feed.written(self.transport.take_written())
             self.kv_feed.flush(now)
             if self.kv_events is not None:
                 self.kv_events.tell(events)

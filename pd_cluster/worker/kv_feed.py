@@ -7,12 +7,18 @@ snapshot. All methods run in the worker's own thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pd_cluster.cache.events import CacheEvent
 from pd_cluster.cache.prefix_cache import PrefixCache
 from pd_cluster.cache.tiers import TieredCache
-from pd_cluster.coordinator.costs import DecodeMeasured, Measured, PrefillMeasured, TierMeasured
+from pd_cluster.coordinator.costs import (
+    DecodeMeasured,
+    LinkMeasured,
+    Measured,
+    PrefillMeasured,
+    TierMeasured,
+)
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.coordinator.wire import encode_update
 from pd_cluster.types import WorkerId
@@ -69,6 +75,13 @@ class KvFeed:
                 len(row.tokens) * (row.start + len(row.tokens) / 2) for row in batch.prefill
             )
             self._measured.append(PrefillMeasured(tokens, attended, seconds))
+
+    def written(self, writes: Iterable[tuple[WorkerId, int, float]]) -> None:
+        """Writes to peers, (peer, pages, seconds) each."""
+        size = self._cache.page_size
+        self._measured += [
+            LinkMeasured(peer, pages * size, seconds) for peer, pages, seconds in writes
+        ]
 
     @property
     def pending(self) -> bool:

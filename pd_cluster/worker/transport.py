@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,6 +56,9 @@ from pd_transfer import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Writes whose times are kept for who asks: a few say enough.
+MAX_TOLD = 32
 
 
 @dataclass(eq=False)
@@ -105,6 +109,8 @@ class Transport:
         self._max_pages = max(1, max_inflight_bytes // layout.page_bytes)
         self._peers: dict[str, _Peer] = {}
         self.seconds = Histogram(WORK_BUCKETS)  # of transfers that succeeded
+        # (peer, pages, seconds) of the last writes that did.
+        self._written: deque[tuple[WorkerId, int, float]] = deque(maxlen=MAX_TOLD)
         self._moves: dict[int, _Move] = {}
         self._portions: dict[int, Portion] = {}
         self._over: dict[int, float] = {}
@@ -237,6 +243,12 @@ class Transport:
             return self._portion_ended(event.handle, type(error).__name__)
         return self._portion_ended(event.handle, "") if state == "DONE" else []
 
+    def take_written(self) -> list[tuple[WorkerId, int, float]]:
+        """(peer, pages, seconds) of writes that succeeded since the last call, the last few."""
+        written = list(self._written)
+        self._written.clear()
+        return written
+
     def forget(self, name: str) -> None:
         """A peer's process is dead."""
         peer = self._peers.pop(name, None)
@@ -268,7 +280,10 @@ class Transport:
             return []
         move = self._moves.pop(transfer)
         if not error and move.over:
-            self.seconds.observe(move.over - move.started)
+            seconds = move.over - move.started
+            self.seconds.observe(seconds)
+            if isinstance(move.order, WritePages):
+                self._written.append((move.order.peer, len(move.order.source), seconds))
         return [TransferEnded(transfer, error)]
 
     def _notifications(self) -> list[Event]:

@@ -54,16 +54,19 @@ def test_rates_follow_a_change_and_are_never_negative() -> None:
     assert (rates.prefill.coefficients >= 0).all()
 
 
-def test_bandwidth_is_known_by_pair_and_forgotten_with_its_worker() -> None:
-    rates = Rates(Priors(link_bytes_per_s=1e9, link_latency_s=0.0))
+def test_links_are_learnt_by_pair_and_forgotten_with_their_worker() -> None:
+    """One of two links is four times as slow; the prior was ten times too fast for both."""
+    rates = Rates(Priors(link_bytes_per_s=1e9, link_latency_s=1e-3, kv_bytes_per_token=1000))
+    rng = random.Random(0)
     for _ in range(600):
-        rates.observe(P, LinkMeasured(D, 1000, 1e-6 * 4))
-    rates.observe(P, LinkMeasured(E, 1000, 1e-6 * 8))
-    assert rates.pairs[P][D] == pytest.approx(2.5e8)
-    assert rates.pairs[P][E] == pytest.approx(1.25e8)
-    assert rates.bandwidth == pytest.approx(2.5e8, rel=0.05)
-    seconds = rates.transfer_s(np.array([0, 1000]))
-    assert seconds[1] > seconds[0] >= 0
+        tokens = rng.randrange(1, 5000)
+        for peer, times in ((D, 1.0), (E, 4.0)):
+            rates.observe(P, LinkMeasured(peer, tokens, times * (1e-2 + 1e-5 * tokens)))
+    factors = rates.link_factors(P, {D: 2, E: 0}, 3)
+    assert factors[1] == 1.0, "nothing is known of it"
+    found = rates.transfer_s(np.array([2000, 2000, 2000]), factors)
+    assert found[2] == pytest.approx(0.03, rel=0.1)
+    assert found[0] == pytest.approx(0.12, rel=0.1)
     rates.forget(D)
     assert D not in rates.pairs[P]
     rates.forget(P)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits, Weights
-from pd_cluster.coordinator.costs import Priors, Rates, TierMeasured
+from pd_cluster.coordinator.costs import FittedTime, Priors, Rates, TierMeasured
 from pd_cluster.coordinator.fleet import Fleet
 from pd_cluster.coordinator.placement import POLICIES, Cost, make_placement_policy
 from pd_cluster.types import WorkerId
@@ -143,7 +143,7 @@ def test_a_slow_link_is_kept_away_from() -> None:
     sides = Sides(prefill=1)
     source, target = WorkerId("prefill-0", "a"), WorkerId("decode-0", "a")
     assert sides.chosen().decode == 0
-    sides.policy.rates.pairs[source] = {target: 1e4}
+    sides.policy.rates.pairs[source] = {target: 100.0}
     assert sides.chosen().decode == 1
 
 
@@ -165,7 +165,7 @@ def test_what_only_decode_holds_is_pulled() -> None:
     # Five blocks of 64 tokens are read in 32 ms and not computed in 320.
     assert choice.prefill_s == pytest.approx(1e-3 + 0.032)
     # Reading is no use where it takes longer than computing.
-    sides.policy.rates.bandwidth = 1e4
+    sides.policy.rates.link = FittedTime((0.0, 100 / 1e4))
     assert sides.chosen().route == "remote"
 
 
@@ -246,7 +246,7 @@ def test_decode_loads_or_has_sent_whichever_takes_less() -> None:
     assert (choice.decode, choice.decode_held, choice.decode_below) == (1, 0, 640)
     assert choice.promote
     assert choice.decode_s == pytest.approx(100 / 1e6), "one token is sent"
-    sides.policy.rates.bandwidth = 1e9
+    sides.policy.rates.link = FittedTime((0.0, 100 / 1e9))
     choice = sides.chosen()
     assert (choice.decode, choice.decode_below, choice.promote) == (0, 0, True)
     sides.decode.ready[0] = False

@@ -8,7 +8,7 @@ from pd_cluster.cache.events import PagesRemoved
 from pd_cluster.cache.eviction import make_eviction_policy
 from pd_cluster.cache.page_pool import PagePool
 from pd_cluster.cache.prefix_cache import PrefixCache
-from pd_cluster.coordinator.costs import TierMeasured
+from pd_cluster.coordinator.costs import LinkMeasured, TierMeasured
 from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.types import WorkerId
 from pd_cluster.worker.kv_feed import MAX_UNCONFIRMED, KvFeed
@@ -52,7 +52,7 @@ def test_a_snapshot_confirms_all_that_was_lost_and_an_outage_takes_no_memory():
     assert feed.lag_s(5000.0) == 0.0
 
 
-def test_reads_from_lower_tiers_are_told():
+def test_reads_from_lower_tiers_and_writes_to_peers_are_told():
     sent: list[bytes] = []
     tiers = Tiers(device=16, host=32, record_events=True)
     feed = KvFeed(WorkerId("decode-0", "a"), tiers.cache, sent.append)
@@ -61,7 +61,9 @@ def test_reads_from_lower_tiers_are_told():
         tiers.run(prompt)
         tiers.drain()
     feed.take(tiers.cache.take_events(), 0.0)
+    feed.written([(WorkerId("decode-1", "b"), 3, 0.5)])
     feed.flush(0.0)
     update, measured = decode_update(sent[0])
     assert {getattr(event, "tier", None) for event in update.events} == {"device", "host"}
-    assert measured == [TierMeasured("host", 8, 1.0)]
+    link = LinkMeasured(WorkerId("decode-1", "b"), 3, 0.5)
+    assert measured == [TierMeasured("host", 8, 1.0), link]

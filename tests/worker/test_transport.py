@@ -101,6 +101,10 @@ def test_portions_of_one_write_tell_their_own_pages(layout: str) -> None:
     told = pair.told(B)
     assert [(each.first, each.count) for each in told] == [(n, 1) for n in range(10)]
     assert pair.pages(B, target) == pair.pages(A, source)
+    ((peer, pages, seconds),) = pair.sides[A].take_written()
+    assert (peer, pages) == (B, 10)
+    assert seconds > 0
+    assert pair.sides[A].take_written() == []
 
 
 def test_requests_share_what_may_be_in_flight(layout: str) -> None:
