@@ -15,8 +15,10 @@ from starlette.requests import HTTPConnection
 from pd_cluster.config import Config
 from pd_cluster.errors import Forbidden, Unauthorized
 
-OPEN = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
-_INFO = frozenset({"/server_info", "/get_server_info"})
+OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/openapi.json"})
+_INFO = frozenset(
+    {"/server_info", "/get_server_info", "/model_info", "/get_model_info", "/version"}
+)
 
 
 def check_access(http: HTTPConnection, config: Config) -> None:

@@ -8,6 +8,7 @@ from pd_cluster import __version__
 from pd_cluster.config import Config
 from pd_cluster.gateway.admin import admin_routes
 from pd_cluster.gateway.backend import Backend, ModelInfo
+from pd_cluster.gateway.customary import customary_routes
 from pd_cluster.gateway.gate import Gate
 from pd_cluster.gateway.http import install_error_handlers
 from pd_cluster.gateway.middleware import RequestContext
@@ -39,10 +40,15 @@ def create_app(
         title="pd-cluster", version=__version__, openapi_url=None, docs_url=None, redoc_url=None
     )
     app.add_middleware(RequestContext, config=config, gate=gate)
-    install_error_handlers(app)
-    app.include_router(openai_routes(services))
-    app.include_router(native_routes(services))
-    app.include_router(admin_routes(services))
-    app.include_router(scale_routes(services))
-    app.include_router(openapi_routes())
+    routers = [
+        openai_routes(services),
+        native_routes(services),
+        customary_routes(services),
+        admin_routes(services),
+        scale_routes(services),
+        openapi_routes(),
+    ]
+    install_error_handlers(app, [route for router in routers for route in router.routes])
+    for router in routers:
+        app.include_router(router)
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import msgspec
 import pydantic_core
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive
 
 from pd_cluster.errors import BadRequest, PayloadTooLarge, RequestError
@@ -90,8 +91,8 @@ def error_response(error: RequestError, request_id: str) -> Response:
     return json_response(error_body(error, request_id), error.status, headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Every failure is answered in one shape."""
+def install_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Every failure is answered in one shape. `routes` are all that the application has."""
 
     @app.exception_handler(RequestError)
     async def on_request_error(request: Request, error: RequestError) -> Response:
@@ -102,21 +103,39 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         status = error.status_code
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["allow"] = ", ".join(_allowed_methods(request, routes))
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
         if status == HTTPStatus.NOT_FOUND:
             message, kind = f"no route {request.url.path}", "not_found_error"
         elif status == HTTPStatus.METHOD_NOT_ALLOWED:
-            message = f"{request.method} is not allowed for {request.url.path}"
+            message = (
+                f"{record_of(request).method} is not allowed for {request.url.path}:"
+                f" {headers['allow']}"
+            )
             kind = "invalid_request_error"
         else:
             message, kind = str(error.detail), "invalid_request_error"
         code, record = HTTPStatus(status).name.lower(), record_of(request)
         record.error = code
         body = _error_body(message, kind, None, code, record.request_id)
-        return json_response(body, status, dict(error.headers or {}))
+        return json_response(body, status, headers)
 
     @app.exception_handler(ClientDisconnected)
     async def on_disconnect(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=499)
+
+
+def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
+    """Of all routes with this path; HEAD goes wherever GET does."""
+    methods = {"OPTIONS"}
+    for route in routes:
+        matched, _ = route.matches(request.scope)
+        if matched is not Match.NONE and isinstance(route, Route):
+            methods |= set(route.methods or ())
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def internal_error_body(error: Exception, request_id: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # The routes whose requests the gate counts: those that may take long.
-_WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+_WORK = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/health_generate"})
 
 
 class RequestContext:
@@ -48,6 +48,16 @@ class RequestContext:
                 message = {**message, "headers": [*message.get("headers", ()), name]}
             await send(message)
 
+        if scope["method"] == "HEAD":
+            # What GET would say, without the body: our copy only, for the server sees to the rest.
+            scope, sent = {**scope, "method": "GET"}, send_with_id
+
+            async def send_head(message: Message) -> None:
+                if message["type"] == "http.response.body":
+                    message = {**message, "body": b""}
+                await sent(message)
+
+            send_with_id = send_head
         try:
             await self._answer(scope, receive, send_with_id, record)
         except Exception as error:

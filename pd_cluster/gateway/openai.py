@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from pd_cluster.errors import BadRequest, NotFound
 from pd_cluster.gateway.answer import collect_all, share_prompt_scores, stream_all
 from pd_cluster.gateway.backend import GenerateRequest, Standing
 from pd_cluster.gateway.http import json_response, read_json, record_of, until_disconnected
+from pd_cluster.gateway.messages import check_number
 from pd_cluster.gateway.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from pd_cluster.gateway.openai_format import AnswerFormat, ChatFormat, CompletionFormat
 from pd_cluster.gateway.prepare import Wishes
@@ -42,27 +42,19 @@ def openai_routes(services: Services) -> APIRouter:
             "max_model_len": model.context_length,
         }
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name not in names:
-            raise NotFound(
-                f"the model {name!r} is not served here; {', '.join(map(repr, names))} is",
-                param="model",
-                code="model_not_found",
-            )
-
     @router.get("/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [model_card(name) for name in names]})
 
     @router.get("/models/{name:path}")
     async def get_model(name: str) -> Response:
-        check_model(name)
+        services.check_model(name)
         return json_response(model_card(name))
 
     @router.post("/completions")
     async def completions(http: Request) -> Response:
         body = CompletionBody.parse(await read_json(http, config.max_body_bytes))
-        check_model(body.model)
+        services.check_model(body.model)
         special = body.add_special_tokens is not False
         prompts = [
             await prepare.tokenize(prompt, "prompt", add_special_tokens=special)
@@ -92,22 +84,8 @@ def openai_routes(services: Services) -> APIRouter:
     @router.post("/chat/completions")
     async def chat(http: Request) -> Response:
         body = ChatBody.parse(await read_json(http, config.max_body_bytes))
-        check_model(body.model)
-        if len(body.messages) > config.max_messages:
-            raise BadRequest(
-                f"messages: {len(body.messages)}, at most {config.max_messages} (max_messages)",
-                param="messages",
-                code="too_many_messages",
-            )
-        messages = [
-            {
-                # Models know the role by its older name.
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-                **({"name": message.name} if message.name is not None else {}),
-            }
-            for message in body.messages
-        ]
+        services.check_model(body.model)
+        check_number(body.messages, config.max_messages)
         new_name = body.max_completion_tokens is not None
         wishes = Wishes(
             prompt_param="messages",
@@ -121,9 +99,10 @@ def openai_routes(services: Services) -> APIRouter:
             timeout_s=body.timeout,
             standing=standing(http, body),
         )
-        prompt = await prepare.apply_template(messages)
+        prompt = await prepare.apply_template(body.messages, body.offered_tools)
         shape = make_format(ChatFormat, http, body, [prompt])
-        return await answer(http, body, [prompt], wishes, shape, messages)
+        asked = [message.rendered for message in body.messages]
+        return await answer(http, body, [prompt], wishes, shape, asked)
 
     def standing(http: Request, body: OpenAIBody) -> Standing:
         return standing_of(

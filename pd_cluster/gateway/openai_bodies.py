@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pd_cluster.errors import BadRequest
+from pd_cluster.gateway.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from pd_cluster.gateway.protocol import (
     MAX_TOP_LOGPROBS,
     PROMPT_SCHEMA,
@@ -17,11 +18,8 @@ from pd_cluster.gateway.protocol import (
     Prompt,
     RoutingKey,
     Sampling,
-    json_type,
     prompt_list,
 )
-
-MAX_PARTS = 1024
 
 _ABSENT: Neutral = {
     "metadata": (None, {}),
@@ -29,14 +27,6 @@ _ABSENT: Neutral = {
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),
 }
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_PARTS = {"type": "array", "items": _PART, "maxItems": MAX_PARTS}
-_CONTENT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})
 
 
 class StreamOptions(Body):
@@ -135,45 +125,10 @@ class CompletionBody(OpenAIBody):
         return max(echoed, super().num_scores)
 
 
-class ChatMessage(Body):
-    """One message; fields that an answer carries as null may be sent back as they are."""
-
-    absent = {
-        "refusal": (None,),
-        "tool_calls": (None, []),
-        "function_call": (None,),
-        "audio": (None,),
-        "annotations": (None, []),
-        "reasoning_content": (None,),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, _CONTENT_SCHEMA]
-    name: str | None = None
-
-    @field_validator("content", mode="plain")
-    @classmethod
-    def _text(cls, value: object) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise ValueError(f"must be a string or a list of text parts, not {json_type(value)}")
-        if len(value) > MAX_PARTS:
-            raise ValueError(f"at most {MAX_PARTS} parts in one message, not {len(value)}")
-        for index, part in enumerate(value):
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise ValueError(f"part {index}: only parts of type 'text' are supported")
-            if not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
-                raise ValueError(f"part {index}: a text part has 'type' and the string 'text' only")
-        return "".join(part["text"] for part in value)
-
-
 class ChatBody(OpenAIBody):
     absent = {
         **_ABSENT,
         "add_special_tokens": (None, False),
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True, False),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
@@ -183,6 +138,8 @@ class ChatBody(OpenAIBody):
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -198,6 +155,12 @@ class ChatBody(OpenAIBody):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Those that the prompt tells of: none where none may be called."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def num_logprobs(self) -> int:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from pd_cluster import __version__
+from pd_cluster.gateway.customary import DetokenizeBody, TokenizeBody
 from pd_cluster.gateway.http import json_response
 from pd_cluster.gateway.native_bodies import NativeBody
 from pd_cluster.gateway.openai_bodies import ChatBody, CompletionBody
@@ -18,11 +19,17 @@ _BODIES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/v1/completions", "Continue texts", CompletionBody),
     ("/v1/chat/completions", "Answer in a conversation", ChatBody),
     ("/generate", "Continue texts (SGLang's native route)", NativeBody),
+    ("/tokenize", "A text's or a conversation's token ids", TokenizeBody),
+    ("/detokenize", "The text of token ids", DetokenizeBody),
 )
 _READS = (
     ("/v1/models", "The models that are served"),
     ("/v1/models/{name}", "One model"),
+    ("/model_info", "The model that is served"),
+    ("/version", "The server's version"),
+    ("/ping", "Whether the server runs"),
     ("/health", "Whether the server runs"),
+    ("/health_generate", "Whether the cluster can generate a token"),
     ("/ready", "Whether requests can be served"),
     ("/server_info", "What is served, by which workers, and how loaded they are"),
     ("/metrics", "Prometheus metrics"),

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from pd_cluster.errors import BadRequest
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo, Standing
+from pd_cluster.gateway.messages import ChatMessage, needs_tools
 from pd_cluster.gateway.protocol import MAX_PROMPTS, Prompt, Sampling
 from pd_cluster.gateway.stories import sequence_id
 from pd_cluster.model.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ class Preparer:
     ) -> list[int]:
         """`param` is the field that an error names."""
         if not isinstance(prompt, str):
-            self._check_ids(prompt, param)
+            self.check_ids(prompt, param)
             return prompt
 
         def encode() -> list[int]:
@@ -69,10 +70,29 @@ class Preparer:
 
         return encode() if len(prompt) <= INLINE_TEXT_LENGTH else await asyncio.to_thread(encode)
 
-    async def apply_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        if sum(len(message["content"]) for message in messages) <= INLINE_TEXT_LENGTH:
-            return self._tokenizer.apply_chat_template(messages)
-        return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
+    async def apply_template(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Raises BadRequest for tools that the model's template has no place for."""
+        if (tools or needs_tools(messages)) and not self._tokenizer.knows_tools:
+            raise BadRequest(
+                "this model's chat template knows no tools",
+                param="tools" if tools else "messages",
+                code="unsupported_parameter",
+            )
+        rendered = [message.rendered for message in messages]
+
+        def apply() -> list[int]:
+            return self._tokenizer.apply_chat_template(
+                rendered, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+
+        short = sum(len(message["content"]) for message in rendered) <= INLINE_TEXT_LENGTH
+        return apply() if short and not tools else await asyncio.to_thread(apply)
 
     def requests(
         self,
@@ -129,12 +149,12 @@ class Preparer:
     def _params(
         self, prompt_len: int, sampling: Sampling, wishes: Wishes, seed: int
     ) -> SamplingParams:
-        self._check_ids(sampling.stop_token_ids or (), "stop_token_ids")
+        self.check_ids(sampling.stop_token_ids or (), "stop_token_ids")
         # Workers know the model's end-of-sequence ids, but not the tokenizer's.
         eos = frozenset() if sampling.ignore_eos else self._model.eos_token_ids
         stop_token_ids = tuple(sorted(eos.union(sampling.stop_token_ids or ())))
         biases = tuple((int(key), bias) for key, bias in (sampling.logit_bias or {}).items())
-        self._check_ids([token for token, _ in biases], "logit_bias")
+        self.check_ids([token for token, _ in biases], "logit_bias")
         temperature = self._default("temperature", sampling.temperature, 1.0)
         # One token is drawn in any case.
         max_tokens = max(1, self._max_tokens(prompt_len, wishes))
@@ -200,7 +220,8 @@ class Preparer:
             f"{what} the KV pool of {capacity} tokens", param=param, code="kv_pool_exceeded"
         )
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises BadRequest for one that the model does not know."""
         size = self._vocab_size
         bad = next((each for each in ids if not 0 <= each < size), None)
         if bad is not None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,13 +18,21 @@ from pd_cluster.errors import BadRequest, ModelError
 
 
 class ChatTemplate:
-    """A model's chat template; `text` None: the model has none. ModelError when it is no Jinja."""
+    """A model's chat template; `text` None: the model has none. ModelError when it is no Jinja.
+
+    `knows_tools`: what `tools` are there has a place in it.
+    """
 
     def __init__(self, text: str | None, source: str) -> None:
         self._template = None
+        self.knows_tools = False
         if text is not None:
             try:
-                self._template = _environment().from_string(text)
+                environment = _environment()
+                self._template = environment.from_string(text)
+                # The name by which transformers hands them to templates.
+                names = find_undeclared_variables(environment.parse(text))
+                self.knows_tools = "tools" in names
             except jinja2.TemplateError as error:
                 raise ModelError(f"{source}: chat template: {error}") from error
 
@@ -32,13 +41,18 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt's text. Raises BadRequest with the template's reason."""
         if self._template is None:
             raise BadRequest("this model has no chat template", param="messages")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **special_tokens
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                # Templates ask whether there are any.
+                tools=list(tools) or None,
+                **special_tokens,
             )
         # A template meets what clients send: a wrong type shows as one of Python's own errors.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

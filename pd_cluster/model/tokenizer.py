@@ -43,6 +43,14 @@ class Tokenizer:
             if (text := _token_text(settings.get(key))) is not None
         }
         self._template = _template(folder, settings, chat_template)
+        # Some models have another one for when there are tools, as transformers knows.
+        named = chat_template is None and "tool_use" in _templates(folder, settings)
+        self._tool_template = _template(folder, settings, "tool_use") if named else self._template
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self._tool_template.knows_tools
 
     @property
     def vocab_size(self) -> int:
@@ -71,13 +79,18 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The prompt's token ids for `messages` (each with "role" and "content").
 
         Raises BadRequest when the model has no template or the template refuses the messages.
         """
-        text = self._template.render(messages, self._special, add_generation_prompt)
+        template = self._tool_template if tools else self._template
+        text = template.render(messages, self._special, add_generation_prompt, tools)
         return self.encode(text, add_special_tokens=False)
 
 

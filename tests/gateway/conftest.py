@@ -70,8 +70,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), _TEMPLATE)
+
+
+def make_tokenizer(folder: Path, template: Any) -> Tokenizer:
     """One token a byte, so that every other character is cut by token boundaries."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_level = tokenizers.Tokenizer(
         models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
@@ -80,7 +83,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     bytes_level.decoder = decoders.ByteLevel()
     bytes_level.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     bytes_level.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = Tokenizer(folder)
     assert loaded.eos_token_ids == (EOS,)
@@ -292,7 +295,14 @@ def cluster(config: Config, tokenizer: Tokenizer) -> FakeCluster:
 
 @pytest.fixture
 def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    def make(cluster: FakeCluster, gate: Gate | None = None, **changes: Any) -> FastAPI:
+    usual = tokenizer
+
+    def make(
+        cluster: FakeCluster,
+        gate: Gate | None = None,
+        tokenizer: Tokenizer = usual,
+        **changes: Any,
+    ) -> FastAPI:
         values = {
             "name": "tiny",
             "context_length": CONTEXT,

@@ -58,7 +58,7 @@ async def test_models_need_a_key_too(guarded):
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/openapi.json"])
 async def test_probes_are_open(guarded, path):
     async with guarded(api_keys=["one"]) as client:
         assert (await client.get(path)).status_code == 200

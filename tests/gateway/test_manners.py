@@ -318,6 +318,6 @@ async def test_what_the_openapi_document_tells_is_there(client):
             assert "no route" not in response.text
             assert response.status_code != 405
     properties = document["components"]["schemas"]["ChatBody"]["properties"]
-    assert properties["tools"]["enum"] == [None, []]
+    assert properties["response_format"]["enum"] == [None, {"type": "text"}]
     assert properties["temperature"]["anyOf"][0]["maximum"] == 2
     assert "logit_bias" in document["components"]["schemas"]["NativeSampling"]["properties"]
