@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from pd_transfer.connection import Connection
+from pd_transfer.dialed import DialedLink
+from pd_transfer.enums import nixl_xfer_op_t
 from pd_transfer.loop import Loop
 from pd_transfer.messages import HEADER, Done, Message, encode
 from tests.transfer.conftest import World
+from tests.transfer.fuzz.harness import Scene, Stage
 from tests.transfer.node import eventually
 
 
@@ -111,3 +114,15 @@ def test_callbacks_come_from_the_agents_thread(later: Callable[[Any], Any]) -> N
         world.run(world.handle())
     eventually(lambda: len(threads) == 20)
     assert threading.current_thread() not in threads
+
+
+def test_bytes_that_are_on_their_way_are_waited_for_elsewhere() -> None:
+    """No message tells the end of a read through sockets, so none is waited for."""
+    stage = Stage(Scene.ISSUING_TCP)
+    try:
+        assert isinstance(stage.link, DialedLink)
+        for post in stage.posted:
+            reads = post.operation == nixl_xfer_op_t.NIXL_READ
+            assert stage.link.take_here(post, 0.0) != reads
+    finally:
+        stage.close()

@@ -69,6 +69,8 @@ class Node:
     def meet(self, metadata: str, address: int) -> None:
         self.agent.add_remote_agent(bytes.fromhex(metadata))
         self._there = address
+        # Connected for good before both are stopped: half-way, the target would give up.
+        self.trips(64, 1)
 
     def move(self, operation: str, size: int, order: str, repeats: int, seed: int) -> list[float]:
         """Seconds of each: a handle made of two prepared lists, posted, and done."""

@@ -93,8 +93,12 @@ class DialedLink(DialingLink):
     def take_here(self, transfer: Transfer, seconds: float) -> bool:
         """From any thread: wait for news of it and take them without the loop's help.
 
-        False if it cannot; UCX is spoken to by one thread alone.
+        False if it cannot, or if no message will tell the end: bytes that are on their way here are
+        the loop's business. UCX is spoken to by one thread alone.
         """
+        operation = self._by_transfer.get(transfer)
+        if operation is None or isinstance(operation.job, Receiving | Copy):
+            return False
         return (
             self.open
             and not isinstance(self._wire, UcxWire)

@@ -97,7 +97,7 @@ def play(data: bytes) -> None:
         _metadata(data[1:])
         return
     with patch.object(pd_transfer.link, "UcxWire", NoUcx):
-        stage = _Stage(scene)
+        stage = Stage(scene)
         try:
             for do, payload in steps(data):
                 if not stage.link.closed:
@@ -119,7 +119,7 @@ def _metadata(data: bytes) -> None:
         pass
 
 
-class _Stage:
+class Stage:
     """One link and what belongs to it."""
 
     def __init__(self, scene: Scene) -> None:

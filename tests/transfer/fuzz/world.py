@@ -103,6 +103,9 @@ class StillLoop(Loop):
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         return Timer(call)
 
+    def is_current(self) -> bool:
+        return False
+
     def turn_once(self) -> None:
         self._work()
 
