@@ -389,7 +389,7 @@ class Cluster:
                 args = (self.spec, name)
             case _:
                 actor, groups = WorkerActor, WORKER_GROUPS
-                node = actor_options(getattr(self.config.resources, kind))
+                node = actor_options(self.config.needs(kind))
                 args = (self.spec, name, kind)
         threads = str(self.config.threads or os.cpu_count() or 1)
         options: dict[str, Any] = {
@@ -431,7 +431,8 @@ class Cluster:
 
     def _hint(self, name: str) -> str:
         """That nodes lack what it needs, if that is why."""
-        needs = getattr(self.config.resources, name.rpartition("-")[0], {})
+        role = name.rpartition("-")[0]
+        needs = self.config.needs(role) if _is_worker(name) else {}
         resources: Callable[[], dict[str, float]] = ray.available_resources
         free = capacity(needs, [resources()])
         return f"; no node has what it needs free: {needs}" if free == 0 else ""

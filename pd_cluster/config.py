@@ -115,7 +115,7 @@ class Config(_Section):
         "float32", description="of weights, computing and KV"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="what workers compute on; auto: the CPU for now, cuda is refused"
+        "auto", description="what workers compute on; auto: a GPU where a worker finds one"
     )
     context_length: int | None = Field(None, ge=2, description="tokens; the model's own by default")
 
@@ -256,16 +256,6 @@ class Config(_Section):
         TimeoutConfig(), description="deadlines of the states of a request, in seconds"
     )
 
-    @field_validator("device")
-    @classmethod
-    def _memory_that_can_move(cls, value: str) -> str:
-        if value == "cuda":
-            raise ValueError(
-                "pd_transfer cannot move a GPU's memory yet, so no worker can run on one;"
-                " allowed: auto, cpu (scripts/gpu_check tries the GPU's part alone)"
-            )
-        return value
-
     @field_validator("chat_template")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
@@ -308,6 +298,11 @@ class Config(_Section):
         """Whether a request's priority changes anything."""
         policies = (self.schedule_policy, self.retraction_policy, self.radix_eviction_policy)
         return self.enable_priority_scheduling or "priority" in policies
+
+    def needs(self, role: str) -> dict[str, float]:
+        """What Ray shall have free for each worker of a role: with device cuda, a GPU."""
+        named: dict[str, float] = getattr(self.resources, role)
+        return {"num_gpus": 1.0, **named} if self.device == "cuda" else named
 
     def keeps_prefixes(self, role: str) -> bool:
         """Whether workers of that role have a prefix cache."""

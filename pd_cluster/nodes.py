@@ -127,35 +127,59 @@ def available_memory() -> int:
     return min(available, max(0, limit - used + cached))
 
 
+def gpu_memory(device: str) -> list[tuple[str, int]]:
+    """Name and bytes of each GPU that workers on this host would use."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return []
+    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(each.name, each.total_memory) for each in every]
+
+
+def worker_memory(device: str) -> tuple[int, str]:
+    """Bytes that workers on this host have for weights and pools, and of what: all GPUs of a host
+    are alike."""
+    for name, total in gpu_memory(device):
+        return total, f"memory of {name}"
+    return available_memory(), "available memory"
+
+
+def _sharing(config: Config, workers: int, of: str) -> int:
+    """How many of a host's workers share what `worker_memory` told."""
+    shares = [config.needs(role).get("num_gpus", 0.0) for role in ("prefill", "decode")]
+    if of == "available memory" or not all(shares):
+        return workers  # whoever is given no GPU takes the first
+    return min(workers, max(1, int(1 / min(shares))))
+
+
 def hosts_for(config: Config, *, local: bool) -> list[Host]:
     """Where workers may run, and how many at most. Unless `local`, Ray must be connected."""
     counts = {"prefill": config.prefill, "decode": config.decode}
-    if config.device == "cuda":
-        # A GPU serves one worker; all of them are alike.
-        total: int = torch.cuda.get_device_properties(0).total_memory
-        return [Host(torch.cuda.get_device_name(0), total, 1, "memory")]
     if local:
-        return [Host("this machine", available_memory(), sum(counts.values()))]
+        memory, of = worker_memory(config.device)
+        workers = sum(counts.values())
+        return [Host("this machine", memory, _sharing(config, workers, of), of)]
     remote: Any = ray.remote  # its stubs do not know options by name
-    ask = remote(num_cpus=0)(available_memory)
+    ask = remote(num_cpus=0)(worker_memory)
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
     asked: list[tuple[str, int, Any]] = []
     for node in list_nodes():
         workers = 0
         for role, count in counts.items():
-            most = capacity(getattr(config.resources, role), [node["Resources"]])
+            most = capacity(config.needs(role), [node["Resources"]])
             workers += count if most is None else min(count, most)
         if node["Alive"] and workers:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answer = ask.options(scheduling_strategy=there).remote()
+            answer = ask.options(scheduling_strategy=there).remote(config.device)
             asked.append((node["NodeManagerAddress"], workers, answer))
     try:
-        answers: list[int] = ray.get([answer for _, _, answer in asked], timeout=QUESTION_S)
+        answers: list[tuple[int, str]] = ray.get(
+            [answer for _, _, answer in asked], timeout=QUESTION_S
+        )
     except (RayError, GetTimeoutError) as error:
         raise StartError(f"a node did not say what memory it has: {error}") from error
     return [
-        Host(name, memory, workers)
-        for (name, workers, _), memory in zip(asked, answers, strict=True)
+        Host(name, memory, _sharing(config, workers, of), of)
+        for (name, workers, _), (memory, of) in zip(asked, answers, strict=True)
     ]
 
 

@@ -20,9 +20,10 @@ from pd_cluster.gateway.actor import bind
 from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.store import resolve_model
 from pd_cluster.model.weights import Weights
-from pd_cluster.nodes import capacity, hosts_for
+from pd_cluster.nodes import capacity, gpu_memory, hosts_for
 from pd_cluster.pools import KvPool, bytes_per_token, choose_pool
 from pd_cluster.scaling import Counts
+from pd_cluster.worker.engine import pick_device
 from pd_cluster.worker.transfer_agent import require_backend
 
 
@@ -49,7 +50,8 @@ class Server:
         """
         check_cache(config)
         if address is None:
-            # Before the slow part: are the ports free, and the library there?
+            # Before the slow part: are the ports free, the library and the device there?
+            pick_device(config.device)
             _check_ports(config)
             require_backend(config.transfer.backend)
         progress("fetching the model")
@@ -97,7 +99,7 @@ class Server:
         return [
             f"model {self.model_id} ({config.dtype}), context"
             f" {config.context_length or model.max_positions} tokens,"
-            f" kernels: {pd_kernels.backend_name('cpu')}",
+            f" kernels: {pd_kernels.backend_name('cuda' if gpu_memory(config.device) else 'cpu')}",
             *(
                 f"{count} {role} worker{'s' if count > 1 else ''}: KV pool of {pool.tokens} tokens,"
                 f" {pool.bytes / 2**20:.0f} MiB in {pool.pages} pages of {config.page_size}"
@@ -145,11 +147,11 @@ def _objection(config: Config, model: ModelConfig) -> Callable[[Counts], str | N
         list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
         nodes = [node["Resources"] for node in list_nodes() if node["Alive"]]
         for role, count in (("prefill", counts.prefill), ("decode", counts.decode)):
-            most = capacity(getattr(config.resources, role), nodes)
+            most = capacity(config.needs(role), nodes)
             if most is not None and count > most:
                 return f"this machine has room for {most} {role} workers, not for {count}"
         pools = (counts.prefill + counts.decode) * pool_bytes
-        memory = psutil.virtual_memory().total
+        memory = _memory_here(config)
         if pools > memory:
             return (
                 f"the KV pools of {counts.prefill + counts.decode} workers take"
@@ -164,7 +166,7 @@ def _choose_pool(config: Config, model: ModelConfig, *, local: bool) -> KvPool:
     """Raises ConfigError where the pool of one worker alone exceeds this machine's memory."""
     hosts = [] if config.mem_fraction_static is None else hosts_for(config, local=local)
     pool = choose_pool(config, model, hosts)
-    memory = psutil.virtual_memory().total
+    memory = _memory_here(config)
     if local and pool.bytes > memory:
         raise ConfigError(
             f"config key 'max_total_tokens': {config.max_total_tokens} tokens take"
@@ -172,6 +174,12 @@ def _choose_pool(config: Config, model: ModelConfig, *, local: bool) -> KvPool:
             f" {memory / 2**30:.1f} GiB"
         )
     return pool
+
+
+def _memory_here(config: Config) -> int:
+    """Bytes, all in all, where this machine's workers have their pools."""
+    gpus = sum(total for _, total in gpu_memory(config.device))
+    return gpus or psutil.virtual_memory().total
 
 
 def check_model(folder: Path) -> ModelConfig:

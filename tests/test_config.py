@@ -88,3 +88,10 @@ def test_an_absent_file(tmp_path: Path) -> None:
 
 def test_every_key_of_the_default_file_is_a_field() -> None:
     assert set(load_config().model_dump()) == set(Config.model_fields)
+
+
+def test_a_worker_on_cuda_needs_a_gpu() -> None:
+    assert Config().needs("prefill") == {}
+    config = Config(device="cuda", resources={"decode": {"num_gpus": 0.5, "decode": 1}})
+    assert config.needs("prefill") == {"num_gpus": 1}
+    assert config.needs("decode") == {"num_gpus": 0.5, "decode": 1}

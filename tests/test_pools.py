@@ -131,11 +131,24 @@ def test_a_container_has_what_its_limit_leaves(
     assert available_memory() > whole // 2
 
 
-def test_a_gpu_is_one_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_shares_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
+        name = "H100"
         total_memory = 80 * 10**9
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
-    config = Config().model_copy(update={"device": "cuda"})
-    assert hosts_for(config, local=True) == [Host("H100", 80 * 10**9, 1, "memory")]
+
+    def sharing(**settings: Any) -> int:
+        [host] = hosts_for(Config(decode=3, **settings), local=True)
+        assert host == Host("this machine", 80 * 10**9, host.workers, "memory of H100")
+        return host.workers
+
+    assert sharing(device="cuda") == 1  # each asks Ray for a whole one
+    half = {"prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 0.5}}
+    assert sharing(device="cuda", resources=half) == 2
+    assert sharing(device="auto", resources=half) == 2
+    assert sharing(device="auto") == 4  # all see all of them, and take the first
+    [host] = hosts_for(Config(device="cpu"), local=True)
+    assert (host.workers, host.of) == (2, "available memory")

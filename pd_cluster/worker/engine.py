@@ -11,6 +11,7 @@ from torch import Tensor
 from pd_cluster.cache.layout import Layout, make_layout
 from pd_cluster.config import Config
 from pd_cluster.draw import Drawn, Scores
+from pd_cluster.errors import StartError
 from pd_cluster.model.batch import Chunk, ForwardBatch, build_batch
 from pd_cluster.model.choose import choose
 from pd_cluster.model.decode_graphs import DecodeGraphs, bucket_sizes
@@ -19,6 +20,19 @@ from pd_cluster.model.score import score
 from pd_cluster.worker.instructions import Batch, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device(wanted: str) -> torch.device:
+    """What `device` of the configuration means in this process, which sees what GPUs Ray gave it.
+
+    Raises StartError where a GPU is asked for and there is none.
+    """
+    if wanted != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        build = "" if torch.version.cuda else "; this torch is built without CUDA"
+        raise StartError(f"device cuda: torch sees no GPU in this worker{build}")
+    return torch.device("cpu")
 
 
 class Engine:
@@ -35,21 +49,32 @@ class Engine:
 
     @classmethod
     def load(cls, folder: Path, config: Config) -> Engine:
-        """Raises ModelError where the folder holds no model that can be served."""
+        """
+        Raises:
+            ModelError: the folder holds no model that can be served.
+            StartError: there is no GPU, where one is asked for, or the model and its KV memory do
+                not fit into it.
+        """
         dtype = DTYPES[config.dtype]
-        device = torch.device("cpu")  # config.device allows nothing else yet
-        decoder = Decoder.load(folder, dtype, device)
-        model = decoder.config
-        layout = make_layout(
-            config.layout,
-            config.num_pages,
-            model.num_layers,
-            config.page_size,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            device,
-        )
+        device = pick_device(config.device)
+        try:
+            decoder = Decoder.load(folder, dtype, device)
+            model = decoder.config
+            layout = make_layout(
+                config.layout,
+                config.num_pages,
+                model.num_layers,
+                config.page_size,
+                model.num_kv_heads,
+                model.head_dim,
+                dtype,
+                device,
+            )
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"the model and {config.max_total_tokens} tokens of KV (max_total_tokens) do not"
+                f" fit into {torch.cuda.get_device_name(device)}: {error}"
+            ) from error
         return cls(decoder, layout, config.max_running_requests)
 
     def run(self, batch: Batch) -> list[Drawn]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd_cluster.cache.layout import Layout
-from pd_cluster.errors import WireError
+from pd_cluster.errors import StartError, WireError
 from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram
 from pd_cluster.types import (
     CHECKSUM_BYTES,
@@ -51,6 +51,7 @@ from pd_transfer import (
     nixl_agent,
     nixl_prepped_dlist_handle,
     nixl_xfer_handle,
+    nixlBackendError,
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
@@ -87,6 +88,9 @@ class Transport:
     Args:
         max_inflight_bytes: to and from one peer at once; requests take turns.
         verify: pages travel with checksums, and count as moved only where these hold.
+
+    Raises:
+        StartError: the agent cannot move memory like the layout's.
     """
 
     def __init__(
@@ -101,7 +105,12 @@ class Transport:
         self.agent = agent
         self.layout = layout
         self.verify = verify
-        self.registered = agent.register_memory([(*layout.region(), "")], layout.mem_type)
+        try:
+            self.registered = agent.register_memory([(*layout.region(), "")], layout.mem_type)
+        except (nixlBackendError, nixlNotFoundError) as error:
+            raise StartError(
+                f"the KV pool in {layout.mem_type} cannot be moved: {error}"
+            ) from error
         self.metadata = agent.get_agent_metadata()
         self._local = agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", layout.descriptors(), layout.mem_type
@@ -130,11 +139,15 @@ class Transport:
             return
         self.agent.add_remote_agent(instruction.agent)
         region: Region = instruction.region
-        remote = self.agent.prep_xfer_dlist(
-            name, self.layout.descriptors(region), self.layout.mem_type
-        )
+        blocks = self.layout.descriptors(region)
+        remote = self.agent.prep_xfer_dlist(name, blocks, self._mem_type(name, region))
         num_pages = region[1] // self.layout.page_bytes
         self._peers[name] = _Peer(remote, num_pages, TransferQueue(self._max_pages))
+
+    def _mem_type(self, peer: str, region: Region) -> str:
+        """Where a peer has its pool: on a GPU or not, whatever this worker has."""
+        in_vram = self.agent.get_xfer_descs([region], "VRAM")
+        return "VRAM" if self.agent.check_remote_metadata(peer, in_vram) else "DRAM"
 
     def move(self, instruction: WritePages | ReadPages) -> list[Event]:
         """Starts a write or a read. Returns the ends of transfers that could not even start."""

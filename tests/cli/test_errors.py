@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import pd_cluster
 from pd_cluster import registry
@@ -48,7 +49,7 @@ def test_config_file(run: Run, tmp_path: Path, text: str, wanted: list[str]) -> 
         (["--set", "=1"], ["--set =1", "key=value"]),
         (["--set", "port.x=1"], ["--set port.x=1", "port is not a section"]),
         (["--set", "model=["], ["--set model=[", "not YAML"]),
-        (["--set", "device=cuda"], ["'device'", "cannot move a GPU's memory", "auto, cpu"]),
+        (["--set", "device=gpu"], ["'device'", "'auto', 'cpu' or 'cuda'"]),
         (["--dtype", "int8"], ["'dtype'", "float32", "bfloat16"]),
         (["--schedule-policy", "best"], ["'schedule_policy'", "fcfs", "dfs-weight"]),
         (["--retraction-policy", "youngest"], ["'retraction_policy'", "length", "priority"]),
@@ -100,6 +101,13 @@ def test_option_of_a_wrong_type(run: Run) -> None:
     outcome = run("serve", "--port", "http")
     assert outcome.code == 2
     assert "Invalid value for '--port'" in outcome.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(run: Run) -> None:
+    outcome = run("serve", "--set", "device=cuda")
+    assert outcome.code == 2
+    assert outcome.error.startswith("device cuda: torch sees no GPU")
 
 
 def test_port_is_taken(run: Run) -> None:

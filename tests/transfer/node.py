@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ def rows(memory: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint64]:
 class Node:
     """An agent that has registered `pages` pages, filled with bytes drawn from `seed`."""
 
+    kind = "DRAM"
+
     def __init__(
         self, made: nixl_agent, pages: int = PAGES, page: int = PAGE, seed: int = 0
     ) -> None:
@@ -51,7 +54,7 @@ class Node:
         self.page = page
         self.memory = np.random.default_rng(seed).integers(0, 256, pages * page, np.uint8)
         self.registered = made.get_reg_descs(
-            [(self.memory.ctypes.data, self.memory.nbytes, 0, "pool")], "DRAM"
+            [(self.address(), self.memory.nbytes, 0, "pool")], self.kind
         )
         made.register_memory(self.registered)
 
@@ -64,9 +67,13 @@ class Node:
     def content(self) -> bytes:
         return self.memory.tobytes()
 
+    def fill(self, seed: int) -> None:
+        """With bytes drawn from `seed`."""
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, len(self.memory), np.uint8)
+
     def digest(self) -> str:
         """Of `content`, for much memory at the end of a pipe."""
-        return hashlib.sha256(self.memory).hexdigest()
+        return hashlib.sha256(self.content()).hexdigest()
 
     def notifications(self) -> dict[str, list[bytes]]:
         return self.agent.get_new_notifs()
@@ -97,8 +104,8 @@ class Node:
 
     def write_everything(self, name: str, address: int, nbytes: int) -> None:
         """Post one WRITE of all memory and let it run."""
-        mine = self.agent.prep_xfer_dlist("", [(self.address(), nbytes, 0)], "DRAM")
-        theirs = self.agent.prep_xfer_dlist(name, [(address, nbytes, 0)], "DRAM")
+        mine = self.agent.prep_xfer_dlist("", [(self.address(), nbytes, 0)], self.kind)
+        theirs = self.agent.prep_xfer_dlist(name, [(address, nbytes, 0)], self.kind)
         self.handle = self.agent.make_prepped_xfer("WRITE", mine, [0], theirs, [0])
         self.agent.transfer(self.handle)
 
@@ -113,6 +120,52 @@ class Node:
         self.agent.close()
 
     close = kill
+
+
+class DeviceNode(Node):
+    """A `Node` whose pages are a GPU's; `memory` is a copy of what was last read or filled in."""
+
+    kind = "VRAM"
+
+    def __init__(
+        self, made: nixl_agent, pages: int = PAGES, page: int = PAGE, seed: int = 0
+    ) -> None:
+        from pd_transfer.cuda import device_memory
+
+        self.device = device_memory(0)
+        place = ctypes.c_ulonglong()
+        with self.device.current():
+            self.device._do("cuMemAlloc_v2", ctypes.byref(place), pages * page)
+        self._place = place.value
+        super().__init__(made, pages, page, seed)
+        self._copy(self.memory.ctypes.data, self._place)
+
+    def _copy(self, source: int, target: int) -> None:
+        one = [np.array([value], np.uint64) for value in (source, target, self.memory.nbytes)]
+        self.device.copy(*one)
+
+    def address(self) -> int:
+        return self._place
+
+    def content(self) -> bytes:
+        self._copy(self._place, self.memory.ctypes.data)
+        return super().content()
+
+    def fill(self, seed: int) -> None:
+        super().fill(seed)
+        self._copy(self.memory.ctypes.data, self._place)
+
+    def driven(self) -> dict[str, int]:
+        """What the stub of a driver has counted."""
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("copies", "read_from_others", "written_to_others")
+        return {name: ctypes.c_ulong.in_dll(library, f"stub_{name}").value for name in names}
+
+
+def load_stub(folder: str) -> None:
+    """Let this process find these libraries where it looks for the GPU's driver."""
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        ctypes.CDLL(str(Path(folder) / name))
 
 
 class RemoteNode:
@@ -179,11 +232,20 @@ def _rich(value: Any) -> Any:
     return value
 
 
-def _open(name: str, secret: bytes, options: dict[str, Any], **shape: int) -> Node:
+def _open(
+    name: str,
+    secret: bytes,
+    options: dict[str, Any],
+    kind: str = "DRAM",
+    stub: str = "",
+    **shape: int,
+) -> Node:
+    if stub:
+        load_stub(stub)
     from pd_transfer.ucx import UcxOptions
 
     made = agent("ucx", name=name, secret=secret or None, options=UcxOptions(**options))
-    return Node(made, **shape)
+    return (DeviceNode if kind == "VRAM" else Node)(made, **shape)
 
 
 def _serve() -> None:

@@ -376,7 +376,7 @@ def test_a_target_notices_its_dead_initiator(world: World) -> None:
 def test_registration_is_checked(world: World) -> None:
     agent = world.i.agent
     with pytest.raises(nixl.nixlNotFoundError):
-        agent.register_memory([(0, 4096, 0, "")], "VRAM")
+        agent.register_memory([(0, 4096, 0, "")], "FILE")
     with pytest.raises(nixl.nixlNotFoundError):
         agent.deregister_memory(agent.get_reg_descs([(1, 1, 0, "")], "DRAM"))
     extra = np.zeros(64, np.uint8)

@@ -151,7 +151,8 @@ def test_make_connection_and_backends(world: World) -> None:
     world.meet()
     agent.make_connection("t", ["UCX"])
     assert agent.get_plugin_list() == ["UCX"]
-    assert agent.get_plugin_mem_types("UCX") == agent.get_backend_mem_types("UCX") == ["DRAM_SEG"]
+    assert agent.get_plugin_mem_types("UCX") == agent.get_backend_mem_types("UCX")
+    assert agent.get_backend_mem_types("UCX")[0] == "DRAM_SEG"
     assert agent.get_plugin_mem_types("GDS") == agent.get_backend_mem_types("GDS") == []
     assert agent.get_plugin_params("UCX") == agent.get_backend_params("UCX") == {}
     with pytest.raises(nixl.nixlNotFoundError):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import socket
 from dataclasses import dataclass
 from typing import Final
 
+from pd_transfer.dial import proof
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
-from pd_transfer.errors import (
-    nixlNotFoundError,
-)
+from pd_transfer.errors import nixlBackendError, nixlNotFoundError
 from pd_transfer.messages import (
     Bye,
     Done,
@@ -20,9 +20,12 @@ from pd_transfer.messages import (
     Granted,
     Message,
     Notify,
+    Open,
+    Opened,
     Post,
     ProtocolError,
     ReadEnded,
+    Refused,
     Stop,
     Stopped,
     refusal_code,
@@ -30,9 +33,9 @@ from pd_transfer.messages import (
     unpack_sources,
 )
 from pd_transfer.opening import AcceptingLink, Acceptor
-from pd_transfer.regions import Vector
-from pd_transfer.runs import Runs
-from pd_transfer.wire import Receiving, Sending
+from pd_transfer.regions import HOST, Vector
+from pd_transfer.runs import HOST_MEMORY, Memory, Runs
+from pd_transfer.wire import Receiving, Sending, Wire
 
 logger: Final = logging.getLogger("pd_transfer")
 
@@ -42,10 +45,12 @@ _TICKET: Final = 32
 
 @dataclass(eq=False)
 class _Service:
-    """A transfer of the peer's. `admitted`: its regions are held."""
+    """A transfer of the peer's. `admitted`: its regions are held. `wire` is None where one side
+    copies out of the other."""
 
     post: Post
     runs: Runs
+    wire: Wire | None
     admitted: bool
     job: Sending | Receiving | Copy | None = None
 
@@ -67,16 +72,20 @@ class AcceptedLink(AcceptingLink):
                 if service is None:
                     return
                 if isinstance(service.job, Receiving):
-                    self.wire.stop_receiving(service.job, message.sent)
+                    assert service.wire is not None
+                    service.wire.stop_receiving(service.job, message.sent)
                 elif isinstance(service.job, Copy):
                     self._stop_copying(service, service.job)
             case Stop():
                 service = self._services.get(message.id)
                 if service is not None and isinstance(service.job, Sending):
-                    self.wire.stop_sending(service.job)
+                    assert service.wire is not None
+                    service.wire.stop_sending(service.job)
                     self.connection.send(Stopped(message.id, service.job.next))
             case ReadEnded():
                 self._read_ended(message)
+            case Open():
+                self._open_devices(message)
             case Bye():
                 self.owner.forget(self)
             case _:
@@ -86,31 +95,78 @@ class AcceptedLink(AcceptingLink):
         addresses, lengths = unpack_runs(post)
         if post.id in self._services or post.operation not in (0, 1):
             raise ProtocolError("a transfer that cannot be")
-        service = _Service(post, Runs(addresses, addresses, lengths), admitted=True)
+        wire = self._device_wire if post.on_device else self._wire
+        if post.on_device and wire is None:
+            raise ProtocolError("a way for a GPU's memory that was not opened")
+        service = _Service(post, Runs(addresses, addresses, lengths), wire, admitted=True)
+        memory = HOST_MEMORY
         try:
-            self.owner.state.regions.admit(post.regions, addresses, lengths)
-        except nixlNotFoundError as error:
+            memory = self._admit(post, addresses, lengths)
+        except (nixlNotFoundError, nixlBackendError) as error:
             service.admitted = False
             self.connection.send(Failed(post.id, refusal_code(error), str(error)))
-        if self._copier is not None:
+        if wire is None:
             if service.admitted:
                 self._begin_direct(service, addresses, lengths)
         elif post.operation == nixl_xfer_op_t.NIXL_READ:
             if service.admitted:
-                service.job = Sending(post.id, addresses, lengths, self.wire.packing, lambda: None)
+                service.job = Sending(
+                    post.id, addresses, lengths, wire.packing, lambda: None, memory
+                )
                 self._services[post.id] = service
-                self.wire.send(service.job)
+                wire.send(service.job)
         else:
             service.job = Receiving(
                 post.id,
                 addresses,
                 lengths,
-                self.wire.packing,
+                wire.packing,
                 lambda: self._write_ended(service),
+                memory,
                 discard=not service.admitted,
             )
             self._services[post.id] = service
-            self.wire.receive(service.job)
+            wire.receive(service.job)
+
+    def _admit(self, post: Post, addresses: Vector, lengths: Vector) -> Memory:
+        """Holds the post's regions; the memory that they are of.
+
+        Raises:
+            nixlNotFoundError: not its memory, or a GPU's, which only UCX can reach.
+            nixlBackendError: the GPU cannot be used.
+        """
+        regions = self.owner.state.regions
+        regions.admit(post.regions, addresses, lengths)
+        try:
+            place = regions.place(post.regions)
+            if not post.on_device:
+                if place is not HOST:
+                    raise nixlNotFoundError("a GPU's memory cannot be reached like this")
+                return HOST_MEMORY
+            return self._memory(place)
+        except (nixlNotFoundError, nixlBackendError):
+            regions.release(post.regions)
+            raise
+
+    def _open_devices(self, message: Open) -> None:
+        """The way for transfers with a GPU's memory at either end."""
+        expected = proof(self._secret, b"dialer's device", message.address)
+        if self._device_wire is not None or not hmac.compare_digest(message.proof, expected):
+            raise ProtocolError("not an address for a GPU's memory")
+        try:
+            wire = self._open_device_wire()
+        except nixlBackendError as error:
+            self.connection.send(Refused(refusal_code(error), str(error)))
+            return
+        try:
+            wire.connect(message.address, self._over_ucx)
+        except nixlBackendError as error:
+            wire.destroy()
+            self.connection.send(Refused(refusal_code(error), str(error)))
+            return
+        self._device_wire = wire
+        sealed = proof(self._secret, b"acceptor's device", wire.address)
+        self.connection.send(Opened(wire.address, sealed))
 
     def _begin_direct(self, service: _Service, addresses: Vector, lengths: Vector) -> None:
         assert self._copier is not None

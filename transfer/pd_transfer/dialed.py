@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import math
 from dataclasses import dataclass
 
+from pd_transfer.dial import proof
 from pd_transfer.direct import Copy
 from pd_transfer.enums import nixl_xfer_op_t
-from pd_transfer.errors import nixlCancelledError
+from pd_transfer.errors import nixlBackendError, nixlCancelledError
 from pd_transfer.link import Endpoint
 from pd_transfer.messages import (
     Bye,
@@ -18,9 +20,12 @@ from pd_transfer.messages import (
     Granted,
     Message,
     Notify,
+    Open,
+    Opened,
     Post,
     ProtocolError,
     ReadEnded,
+    Refused,
     Stop,
     Stopped,
     pack_addresses,
@@ -29,9 +34,10 @@ from pd_transfer.messages import (
 )
 from pd_transfer.metadata import Metadata
 from pd_transfer.opening import DialingLink
+from pd_transfer.runs import HOST_MEMORY
 from pd_transfer.state import Transfer
 from pd_transfer.ucx_wire import UcxWire
-from pd_transfer.wire import Receiving, Sending
+from pd_transfer.wire import Receiving, Sending, Wire
 
 
 @dataclass(eq=False)
@@ -39,10 +45,12 @@ class _Operation:
     """A posted transfer. It ends when the peer has confirmed and UCX is done with our memory.
 
     `job` is None while a read waits to be granted, and for a write that the peer fetches itself.
+    `wire` is None where one side copies out of the other.
     """
 
     id: int
     transfer: Transfer
+    wire: Wire | None
     job: Sending | Receiving | Copy | None = None
     stopping: bool = False
     refused: bool = False
@@ -59,7 +67,7 @@ class DialedLink(DialingLink):
         self._ids = itertools.count(1)
         self._operations: dict[int, _Operation] = {}
         self._by_transfer: dict[Transfer, _Operation] = {}
-        # What is asked for before the link is open, in order.
+        # What is asked for before the link, or its way for a GPU's memory, is open, in order.
         self._waiting: list[Transfer | Notify] = []
 
     def _begin(self) -> None:
@@ -78,7 +86,7 @@ class DialedLink(DialingLink):
     def post_now(self, transfer: Transfer) -> bool:
         """From any thread: post without the loop's help. False if only `submit` can."""
         with self._lock:
-            if not self.open or self._leaving or self._copier is None:
+            if not self.open or self._leaving or self._copier is None or transfer.on_device:
                 return False
             self._start(transfer)
         return True
@@ -102,6 +110,7 @@ class DialedLink(DialingLink):
         return (
             self.open
             and not isinstance(self._wire, UcxWire)
+            and self._device_wire is None
             and self.connection.take_here(math.ceil(seconds * 1e3), lambda: transfer.ended)
         )
 
@@ -159,10 +168,64 @@ class DialedLink(DialingLink):
                 self.connection.send(Bye())
             self.owner.forget(self)
 
+    # The way for transfers with a GPU's memory at either end.
+
+    def _device_ready(self) -> bool:
+        """
+        Raises:
+            nixlBackendError: UCX cannot be used here.
+        """
+        if self._device_wire is None:
+            self._device_wire = self._open_device_wire()
+            address = self._device_wire.address
+            sealed = proof(self._secret, b"dialer's device", address)
+            self.connection.send(Open(address, sealed))
+        return self._device_wire.connected
+
+    def _device_opened(self, message: Opened) -> None:
+        if self.closed or self._device_wire is None or self._device_wire.connected:
+            return
+        expected = proof(self._secret, b"acceptor's device", message.address)
+        if not hmac.compare_digest(message.proof, expected):
+            self._disconnected("an address for a GPU's memory without the secret's proof")
+            return
+        try:
+            self._device_wire.connect(message.address, self._over_ucx)
+        except nixlBackendError as error:
+            self._device_refused(error)
+            return
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            assert isinstance(item, Transfer)
+            self._start(item)
+
+    def _device_refused(self, error: Exception) -> None:
+        """There is no such way; the link lives on without."""
+        if self.closed or self._device_wire is None or self._device_wire.connected:
+            return
+        self._device_wire.destroy()
+        self._device_wire = None
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            assert isinstance(item, Transfer)
+            self.owner.state.finished(item, error)
+        self._leave_if_done()
+
     # The life of an operation.
 
     def _start(self, transfer: Transfer) -> None:
-        operation = _Operation(next(self._ids), transfer)
+        memory = HOST_MEMORY
+        if transfer.on_device:
+            try:
+                if not self._device_ready():
+                    self._waiting.append(transfer)
+                    return
+                memory = self._memory(transfer.local_place)
+            except nixlBackendError as error:
+                self.owner.state.finished(transfer, error)
+                return
+        wire = self._device_wire if transfer.on_device else self._wire
+        operation = _Operation(next(self._ids), transfer, wire)
         runs = transfer.runs
         addresses, lengths, uniform = pack_runs(runs.remote, runs.lengths)
         reading = transfer.operation == nixl_xfer_op_t.NIXL_READ
@@ -178,10 +241,11 @@ class DialedLink(DialingLink):
                 uniform,
                 transfer.descriptors,
                 None if reading else transfer.notification,
-                b"" if reading or self._copier is None else pack_addresses(runs.local),
+                pack_addresses(runs.local) if wire is None and not reading else b"",
+                transfer.on_device,
             )
         )
-        if self._copier is not None:
+        if wire is None:
             return
 
         def ended() -> None:
@@ -189,16 +253,24 @@ class DialedLink(DialingLink):
 
         if reading:
             operation.job = Receiving(
-                operation.id, runs.local, runs.lengths, self.wire.packing, ended
+                operation.id, runs.local, runs.lengths, wire.packing, ended, memory
             )
-            self.wire.receive(operation.job)
+            wire.receive(operation.job)
         else:
             operation.job = Sending(
-                operation.id, runs.local, runs.lengths, self.wire.packing, ended
+                operation.id, runs.local, runs.lengths, wire.packing, ended, memory
             )
-            self.wire.send(operation.job)
+            wire.send(operation.job)
 
     def _handle(self, message: Message) -> None:
+        # The loop's own thread, the only one to speak to UCX, goes on with these.
+        if isinstance(message, Opened):
+            self.owner.loop.call(lambda: self._device_opened(message))
+            return
+        if isinstance(message, Refused):
+            error = refusal(message.code, f"{self.peer!r} refused: {message.text}")
+            self.owner.loop.call(lambda: self._device_refused(error))
+            return
         if not isinstance(message, Done | Failed | Drained | Stopped | Granted):
             raise ProtocolError(f"unexpected {type(message).__name__}")
         operation = self._operations.get(message.id)
@@ -228,12 +300,13 @@ class DialedLink(DialingLink):
                 if not isinstance(operation.job, Receiving):
                     raise ProtocolError("a stop of what was not to be read")
                 operation.error = operation.error or nixlCancelledError("aborted")
-                self.wire.stop_receiving(operation.job, message.sent)
+                assert operation.wire is not None
+                operation.wire.stop_receiving(operation.job, message.sent)
                 return
         self._end_if_done(operation)
 
     def _granted(self, operation: _Operation) -> None:
-        if self._copier is None or operation.job is not None:
+        if self._copier is None or operation.wire is not None or operation.job is not None:
             raise ProtocolError("granted what was not asked for")
         if operation.stopping:
             self._copied(operation, nixlCancelledError("aborted"))
@@ -250,19 +323,20 @@ class DialedLink(DialingLink):
         self._end_if_done(operation)
 
     def _failed(self, operation: _Operation) -> None:
-        if self._copier is not None:
+        if operation.wire is None:
             operation.confirmed = True
             self._end_if_done(operation)
             return
         if isinstance(operation.job, Receiving):
-            self.wire.stop_receiving(operation.job, 0)
+            operation.wire.stop_receiving(operation.job, 0)
         elif not operation.stopping:
             operation.stopping = True
             self._stop_sending(operation)
 
     def _stop_sending(self, operation: _Operation) -> None:
         assert isinstance(operation.job, Sending)
-        self.wire.stop_sending(operation.job)
+        assert operation.wire is not None
+        operation.wire.stop_sending(operation.job)
         self.connection.send(Stopped(operation.id, operation.job.next))
 
     def _job_ended(self, operation: _Operation) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pd_transfer.enums import nixl_xfer_op_t
+from pd_transfer.enums import nixl_mem_t, nixl_xfer_op_t
 from pd_transfer.errors import (
     nixlCancelledError,
     nixlNotAllowedError,
@@ -17,6 +17,7 @@ from pd_transfer.errors import (
     nixlRemoteDisconnectError,
 )
 from pd_transfer.metadata import Metadata
+from pd_transfer.regions import Vector
 from pd_transfer.runs import copy, view
 from pd_transfer.state import Backend, PeerState, State, Transfer
 
@@ -152,6 +153,13 @@ class FakeBackend(Backend):
         self.dead: set[str] = set()
         self._network = network
         network._join(self)
+
+    def memory_types(self) -> list[nixl_mem_t]:
+        """VRAM is the host's memory, described as a GPU's."""
+        return [nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG]
+
+    def copy(self, transfer: Transfer, sources: Vector, targets: Vector) -> None:
+        copy(sources, targets, transfer.runs.lengths)
 
     def connection(self) -> bytes:
         return b""

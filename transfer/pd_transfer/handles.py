@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_transfer.descriptors import Rows
+from pd_transfer.enums import nixl_mem_t
 from pd_transfer.errors import nixlInvalidParamError
-from pd_transfer.regions import RegionIds
+from pd_transfer.regions import HOST, Place, RegionIds
 
 
 class Owner(Protocol):
@@ -45,7 +46,7 @@ class _Handle:
 class nixl_prepped_dlist_handle(_Handle):
     """One side of coming transfers, resolved once: descriptors and the regions they lie in."""
 
-    __slots__ = ("_epoch", "_peer", "_regions", "_rows")
+    __slots__ = ("_epoch", "_kind", "_peer", "_regions", "_rows")
 
     def __init__(
         self,
@@ -53,17 +54,28 @@ class nixl_prepped_dlist_handle(_Handle):
         handle: int,
         peer: str | None,
         epoch: int,
+        kind: nixl_mem_t,
         rows: Rows,
         regions: RegionIds,
     ) -> None:
         super().__init__(agent, handle)
         self._peer = peer
         self._epoch = epoch
+        self._kind = kind
         self._rows = rows
         self._regions = regions
 
     def release(self) -> None:
         self._released = True
+
+    def _place(self, rows: Rows) -> Place:
+        """Where these rows of it lie."""
+        if self._kind == HOST.kind:
+            return HOST
+        devices = rows[:, 2]
+        if (devices != devices[0]).any():
+            raise nixlInvalidParamError("one transfer's memory is on one device a side")
+        return Place(self._kind, int(devices[0]))
 
     def _select(self, indices: list[int] | npt.NDArray[np.int64]) -> tuple[Rows, RegionIds]:
         """The chosen rows and their regions; not to be written to."""

@@ -15,10 +15,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pd_transfer.connection import Connection
+from pd_transfer.cuda import device_memory
 from pd_transfer.direct import Copier
 from pd_transfer.handshake import Probe, Transcript, Transport, best_transport, host_id
 from pd_transfer.loop import Loop
 from pd_transfer.messages import Identity, Message, ProtocolError
+from pd_transfer.regions import HOST, Place
+from pd_transfer.runs import HOST_MEMORY, Memory
 from pd_transfer.state import State
 from pd_transfer.tcp_wire import TcpWire
 from pd_transfer.ucx_wire import UcxWire
@@ -34,7 +37,11 @@ class Endpoint(Protocol):
     transport: Transport
     fabric: Transport
 
-    def context(self, transport: Transport) -> Any: ...
+    def context(self, transport: Transport, devices: bool = False) -> Any:
+        """
+        Raises:
+            nixlBackendError: UCX cannot be used.
+        """
 
     def opened(self, link: Link) -> None: ...
 
@@ -63,6 +70,10 @@ class Link(ABC):
         # Data moves by one of these.
         self._wire: Wire | None = None
         self._copier: Copier | None = None
+        self._transport = Transport.TCP
+        # And by this where a GPU's memory is at either end: UCX alone can move that. It is opened
+        # when first needed.
+        self._device_wire: UcxWire | None = None
         self._pidfd = -1
         # Between the loop's thread and those that post by themselves: open, closed, leaving.
         self._lock = threading.RLock()
@@ -90,6 +101,8 @@ class Link(ABC):
             self._wire.destroy()
         if self._copier is not None:
             self._copier.destroy()
+        if self._device_wire is not None:
+            self._device_wire.destroy()
         if self._pidfd >= 0:
             self.owner.loop.unwatch(self._pidfd)
             os.close(self._pidfd)
@@ -120,6 +133,7 @@ class Link(ABC):
 
     def _open_data(self, transport: Transport, identity: Identity) -> bytes:
         """Prepare to move data. Returns the address of our end of it, where it has one."""
+        self._transport = transport
         if transport == Transport.CROSS_MEMORY:
             self._copier = Copier(self.owner.loop, identity.pid, self._pidfd, self._disconnected)
             return b""
@@ -137,6 +151,34 @@ class Link(ABC):
         """
         if isinstance(self._wire, UcxWire):
             self._wire.connect(address, transport)
+
+    def _open_device_wire(self) -> UcxWire:
+        """
+        Raises:
+            nixlBackendError: UCX cannot be used.
+        """
+        for region in self.owner.state.regions.snapshot():
+            self._memory(region.place)  # before UCX looks at CUDA from this thread
+        context = self.owner.context(self._over_ucx, devices=True)
+        return UcxWire(self.owner.loop, context, self._disconnected)
+
+    @property
+    def _over_ucx(self) -> Transport:
+        """What joins the two hosts by UCX."""
+        beside = self._transport >= Transport.SHARED_MEMORY
+        return Transport.SHARED_MEMORY if beside else Transport.NETWORK
+
+    def _memory(self, place: Place) -> Memory:
+        """For UCX to work on in the loop's thread, the only one to call this.
+
+        Raises:
+            nixlBackendError: the GPU cannot be used.
+        """
+        if place is HOST:
+            return HOST_MEMORY
+        memory = device_memory(place.device)
+        memory.use()
+        return memory
 
     def _watch_process(self, identity: Identity) -> None:
         """A killed process whose children hold its socket sends no end of file; this tells."""

@@ -9,9 +9,6 @@ from typing import Any, Final
 from pd_transfer.base import AgentBase
 from pd_transfer.collect import reg_descs, remote_descs, xfer_descs
 from pd_transfer.descriptors import nixlRegDList, nixlRemoteDList, nixlXferDList
-from pd_transfer.enums import (
-    nixl_mem_t,
-)
 from pd_transfer.errors import (
     nixlNotFoundError,
     nixlNotSupportedError,
@@ -28,7 +25,7 @@ class MemoryCalls(AgentBase):
         Args:
             descs: a ready list; 4-tuples (address, bytes, device, meta) or an Nx3 (u)int64 array,
                 both with `mem_type`; a contiguous tensor or a list of such on one device.
-            mem_type: "DRAM" (or another of NIXL's names; only DRAM can be registered yet).
+            mem_type: "DRAM", "VRAM", or another of NIXL's names, which cannot be registered here.
 
         Raises:
             nixlInvalidParamError: misuse; upstream logs and returns None.
@@ -60,15 +57,18 @@ class MemoryCalls(AgentBase):
     ) -> nixlRegDList:
         """Let peers that were given later metadata write to and read from this memory.
 
-        The memory must stay mapped until it is deregistered.
+        The memory must stay mapped until it is deregistered. For that of a GPU this process needs
+        CUDA's driver, and UCX its CUDA transports.
 
         Raises:
-            nixlNotFoundError: no backend for this memory type.
+            nixlNotFoundError: no backend for this memory type: for VRAM, no GPU here.
+            nixlInvalidParamError: VRAM that is not in the memory of the GPU that it names.
+            nixlBackendError: UCX could not move it.
         """
         self._check_backends(backends)
         descs = reg_descs(reg_list, mem_type)
-        if descs.getType() != nixl_mem_t.DRAM_SEG or not self.backends:
-            raise nixlNotFoundError(f"no backend registers {descs.getType().name}")
+        if not self.backends or descs.getType() not in self._backend.memory_types():
+            raise nixlNotFoundError(f"no backend registers {descs.getType().name} here")
         self._backend.register(descs.getType(), descs.rows)
         self._state.regions.add(descs.getType(), descs.rows)
         return descs

@@ -11,6 +11,8 @@ Attach           ->                   TCP: on a second connection, which then ca
                  <-                   a proof in return, DATA_PROOF bytes
 Post, Notify     ->                   then at any time
                  <-                   Done | Failed | Granted (READ, CROSS_MEMORY)
+Open             ->                   before the first transfer with a GPU's memory at either end
+                 <-                   Opened | Refused
 Stopped (WRITE)  ->                   the dialer sends no further message of this transfer
                  <-                   Drained: all that was sent has been taken or thrown away
 Stop (READ)      ->
@@ -101,6 +103,7 @@ class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
     `lengths` likewise, or empty where all runs have `uniform` bytes. `sources` is where the
     acceptor finds the bytes of a WRITE in the dialer's memory, empty where it cannot read that.
+    `on_device`: the bytes take the way that `Open` has opened.
     """
 
     id: _Id
@@ -112,6 +115,7 @@ class Post(msgspec.Struct, tag=8, array_like=True, frozen=True):
     descriptors: _Count
     notification: bytes | None
     sources: bytes = b""
+    on_device: bool = False
 
 
 class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
@@ -167,9 +171,26 @@ class Attach(msgspec.Struct, tag=18, array_like=True, frozen=True):
     proof: bytes
 
 
+class Open(msgspec.Struct, tag=19, array_like=True, frozen=True):
+    """The address of the dialer's UCX worker for a GPU's memory, and the secret's proof of it: UCX
+    trusts what is in an address."""
+
+    address: bytes
+    proof: bytes
+
+
+class Opened(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """As `Open`, of the acceptor."""
+
+    address: bytes
+    proof: bytes
+
+
 Message = (
     Hello
     | Attach
+    | Open
+    | Opened
     | Challenge
     | Refused
     | Sealed

@@ -83,7 +83,6 @@ class DialingLink(_OpeningLink):
         self._address = address
         self._dialing: Dialing | Attaching | None = None
         self._timer: Timer | None = None
-        self._transport = Transport.TCP
 
     def dial(self, timeout: float) -> None:
         if self.closed:
@@ -128,8 +127,8 @@ class DialingLink(_OpeningLink):
 
     def _identity(self, message: Message, body: bytes) -> None:
         identity = self._introduced(message)
-        self._transport = self._best_transport(identity)
-        ready = Ready(self._transport, self._open_data(self._transport, identity))
+        transport = self._best_transport(identity)
+        ready = Ready(transport, self._open_data(transport, identity))
         self.connection.send(self._transcript.seal(b"dialer", ready))
         self._expecting = self._ready_to_connect
 

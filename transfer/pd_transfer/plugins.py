@@ -10,8 +10,6 @@ from pd_transfer.errors import nixlInvalidParamError, nixlNotFoundError
 
 logger: Final = logging.getLogger("pd_transfer")
 
-_MEMORY: Final = ["DRAM_SEG"]
-
 
 class BackendCalls(AgentBase):
     plugin_list: list[str]
@@ -22,7 +20,7 @@ class BackendCalls(AgentBase):
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
         """Empty, with a warning, for an unknown one."""
-        return list(_MEMORY) if self._known(backend, self.plugin_list) else []
+        return self._memory() if self._known(backend, self.plugin_list) else []
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
         """None of ours takes any."""
@@ -31,7 +29,7 @@ class BackendCalls(AgentBase):
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
         """Empty, with a warning, for one that was not created."""
-        return list(_MEMORY) if self._known(backend, self.backends) else []
+        return self._memory() if self._known(backend, self.backends) else []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
         self._known(backend, self.backends)
@@ -50,7 +48,10 @@ class BackendCalls(AgentBase):
         if initParams:
             raise nixlInvalidParamError(f"backend {backend!r} takes no parameters")
         self.backends[backend] = self._backend
-        self.backend_mems[backend] = list(_MEMORY)
+        self.backend_mems[backend] = self._memory()
+
+    def _memory(self) -> list[str]:
+        return [kind.name for kind in self._backend.memory_types()]
 
     @staticmethod
     def _known(backend: str, among: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,16 @@ RegionIds = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.uint64]
 
 
+class Place(NamedTuple):
+    """Where a side of a transfer lies. The host's memory is one place, whatever its device id."""
+
+    kind: nixl_mem_t
+    device: int
+
+
+HOST: Final = Place(nixl_mem_t.DRAM_SEG, 0)
+
+
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One registration. Its id is never used again, so a stale reference cannot hit a later one."""
 
@@ -26,6 +37,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     address: int
     length: int
     device: int
+
+    @property
+    def place(self) -> Place:
+        kind = nixl_mem_t(self.kind)
+        return HOST if kind == HOST.kind else Place(kind, self.device)
 
 
 def locate(regions: Sequence[Region], kind: nixl_mem_t, rows: Rows) -> RegionIds:
@@ -177,6 +193,18 @@ class RegionTable:
                 raise nixlNotFoundError("the memory has been deregistered since")
             for id in ids:
                 self._uses[id] = self._uses.get(id, 0) + 1
+
+    def place(self, ids: Iterable[int]) -> Place:
+        """Where held regions lie.
+
+        Raises:
+            nixlNotFoundError: not all in one place.
+        """
+        with self._lock:
+            places = {self._regions[id].place for id in ids} or {HOST}
+        if len(places) > 1:
+            raise nixlNotFoundError("a transfer's memory lies in one place")
+        return places.pop()
 
     def admit(self, ids: Iterable[int], addresses: Vector, lengths: Vector) -> None:
         """Hold exactly these regions for a peer's transfer of (R,) uint64 pieces inside them.

@@ -11,7 +11,7 @@ same plan from the runs' lengths, so only those cross the wire.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -146,14 +146,14 @@ def view(address: int, nbytes: int) -> Bytes:
     return np.asarray(_Raw(address, (nbytes,), None))
 
 
-def direct(addresses: Vector, lengths: Vector, message: Message) -> Bytes | None:
-    """The memory of a message on this side if it is contiguous here, else None."""
+def direct(addresses: Vector, lengths: Vector, message: Message) -> tuple[int, int] | None:
+    """Address and bytes of a message on this side if it is contiguous here, else None."""
     first, last = message.first, message.last
     if last - first > 1:
         ends = addresses[first : last - 1] + lengths[first : last - 1]
         if not np.array_equal(ends, addresses[first + 1 : last]):
             return None
-    return view(int(addresses[first]) + message.offset, message.nbytes)
+    return int(addresses[first]) + message.offset, message.nbytes
 
 
 def gather(addresses: Vector, lengths: Vector) -> Bytes:
@@ -206,3 +206,42 @@ def copy(source: Vector, target: Vector, lengths: Vector) -> None:
     """Copy (R,) pieces within this process."""
     if len(lengths):
         scatter(gather(source, lengths), target, lengths)
+
+
+class Memory(Protocol):
+    """What a wire does with the memory of its side: the host's, or a GPU's (cuda.py).
+
+    What it hands out as memory has the buffer protocol or the CUDA array interface.
+    """
+
+    def view(self, address: int, nbytes: int) -> Any:
+        """The memory itself."""
+
+    def staging(self, nbytes: int) -> Any:
+        """New memory for a packed message to be received into."""
+
+    def gather(self, addresses: Vector, lengths: Vector) -> Any:
+        """(R,) pieces packed into new memory."""
+
+    def scatter(self, packed: Any, addresses: Vector, lengths: Vector) -> None:
+        """What `staging` or `gather` returned, copied into (R,) pieces."""
+
+    def settle(self) -> None:
+        """Return when no copy that anybody has begun can land here any more."""
+
+
+class HostMemory:
+    """`Memory` of this process."""
+
+    view = staticmethod(view)
+    gather = staticmethod(gather)
+    scatter = staticmethod(scatter)
+
+    def staging(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
+
+    def settle(self) -> None:
+        """Nothing copies but its own threads."""
+
+
+HOST_MEMORY: Final[Memory] = HostMemory()

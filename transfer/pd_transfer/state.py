@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from pd_transfer.cuda import device_memory
 from pd_transfer.descriptors import Rows
 from pd_transfer.enums import nixl_mem_t, nixl_xfer_op_t
 from pd_transfer.errors import nixlCancelledError
 from pd_transfer.metadata import Metadata
-from pd_transfer.regions import RegionTable
-from pd_transfer.runs import Runs
+from pd_transfer.regions import HOST, Place, RegionTable, Vector
+from pd_transfer.runs import Runs, copy
 from pd_transfer.telemetry import CostModel
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -81,6 +82,8 @@ class Transfer:
     remote_regions: list[int]
     notification: bytes | None
     handle: int
+    local_place: Place = HOST
+    remote_place: Place = HOST
     ended: bool = False
     error: Exception | None = None
     # Held until the end; made by who first waits. Not an Event, which wakes its waiters while it
@@ -90,6 +93,11 @@ class Transfer:
     posted_at: float = 0.0
     returned_at: float = 0.0
     ended_at: float = 0.0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a GPU's memory is at either end."""
+        return not (self.local_place is HOST and self.remote_place is HOST)
 
 
 class Peer(NamedTuple):
@@ -229,11 +237,33 @@ class Backend(ABC):
     host: str = "127.0.0.1"
     """Where this agent may be spoken to."""
 
+    def memory_types(self) -> list[nixl_mem_t]:
+        """What may be registered."""
+        return [nixl_mem_t.DRAM_SEG]
+
     def register(self, kind: nixl_mem_t, rows: Rows) -> None:  # noqa: B027
-        """Memory is being registered; all backends of ours need to know is in `State.regions`."""
+        """Memory of one of `memory_types` is being registered, and comes to `State.regions` next.
+
+        Raises:
+            nixlInvalidParamError: it is not such memory.
+            nixlBackendError: nothing could move it.
+        """
 
     def deregister(self, kind: nixl_mem_t, rows: Rows) -> None:  # noqa: B027
         """Memory has been taken back."""
+
+    def copy(self, transfer: Transfer, sources: Vector, targets: Vector) -> None:
+        """Within this agent, both ends of a transfer being its own.
+
+        Raises:
+            nixlBackendError: it failed.
+        """
+        if transfer.on_device:
+            places = (transfer.local_place, transfer.remote_place)
+            device = next(place.device for place in places if place is not HOST)
+            device_memory(device).copy(sources, targets, transfer.runs.lengths)
+        else:
+            copy(sources, targets, transfer.runs.lengths)
 
     def same_place(self, one: bytes | None, other: bytes | None) -> bool:
         """Whether two `Metadata.connection` reach the same agent."""

@@ -20,6 +20,7 @@ from pd_transfer.enums import (
     nixl_xfer_op_t,
 )
 from pd_transfer.errors import (
+    nixlBackendError,
     nixlInvalidParamError,
     nixlNoTelemetryError,
     nixlNotFoundError,
@@ -28,7 +29,7 @@ from pd_transfer.errors import (
 )
 from pd_transfer.handles import nixl_prepped_dlist_handle, nixl_xfer_handle
 from pd_transfer.regions import RegionIds, locate
-from pd_transfer.runs import copy, merge
+from pd_transfer.runs import merge
 from pd_transfer.state import Transfer
 from pd_transfer.telemetry import CostMethod, nixlXferTelemetry
 
@@ -86,6 +87,7 @@ class TransferCalls(AgentBase):
             next(self._ids),
             None if peer in ("NIXL_INIT_AGENT", "") else peer,
             epoch,
+            descs.getType(),
             descs.rows.copy(),
             locate(regions, descs.getType(), descs.rows),
         )
@@ -108,7 +110,7 @@ class TransferCalls(AgentBase):
 
         Raises:
             nixlInvalidParamError: sides swapped, indices empty, of unequal count or out of range,
-                a pair of unequal lengths.
+                a pair of unequal lengths, memory of several devices on one side.
             KeyError: `operation` is neither "READ" nor "WRITE".
         """
         self._check_backends(backends)
@@ -139,6 +141,8 @@ class TransferCalls(AgentBase):
             remote_regions=_distinct(remote_ids),
             notification=notif_msg or None,
             handle=next(self._ids),
+            local_place=local_xfer_side._place(local),
+            remote_place=remote_xfer_side._place(remote),
         )
         self._prepared[template.handle] = Prepared(template, remote_xfer_side._epoch)
         self._state.count(handles_open=1)
@@ -287,7 +291,8 @@ class TransferCalls(AgentBase):
     # Inside.
 
     def _loop_back(self, post: Transfer) -> None:
-        runs, error = post.runs, None
+        runs = post.runs
+        error: Exception | None = None
         source, target = runs.local, runs.remote
         if post.operation == nixl_xfer_op_t.NIXL_READ:
             source, target = target, source
@@ -296,8 +301,12 @@ class TransferCalls(AgentBase):
         except nixlNotFoundError as refusal:
             error = refusal
         else:
-            copy(source, target, runs.lengths)
+            try:
+                self._backend.copy(post, source, target)
+            except nixlBackendError as failure:
+                error = failure
             self._state.regions.release(post.remote_regions)
+        if error is None:
             self._state.served(post.operation, runs, post.descriptors)
             if post.notification is not None:
                 self._state.notified(self.name, post.notification)

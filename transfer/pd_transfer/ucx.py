@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,12 @@ import msgspec
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
 
 from pd_transfer.accepted import AcceptedLink
+from pd_transfer.cuda import device_count, device_memory
+from pd_transfer.descriptors import Rows
 from pd_transfer.dialed import DialedLink
+from pd_transfer.enums import nixl_mem_t
 from pd_transfer.errors import (
+    nixlBackendError,
     nixlCancelledError,
     nixlMismatchError,
     nixlNotFoundError,
@@ -29,8 +34,9 @@ from pd_transfer.link import Link
 from pd_transfer.loop import Loop
 from pd_transfer.messages import Notify
 from pd_transfer.metadata import Metadata
+from pd_transfer.regions import HOST
 from pd_transfer.state import Backend, PeerState, State, Transfer
-from pd_transfer.ucx_wire import open_context
+from pd_transfer.ucx_wire import open_context, sees_devices
 
 _TRANSPORTS: Final = {
     "auto": Transport.CROSS_MEMORY,
@@ -100,7 +106,8 @@ class UcxBackend(Backend):
         self._options = options
         self._secret = secret
         self._key = secrets.token_bytes(32) if secret is None else b""
-        self._contexts: dict[Transport, Any] = {}
+        self._contexts: dict[tuple[Transport, bool], Any] = {}
+        self._opening = threading.Lock()
         self._dialed: dict[str, DialedLink] = {}
         self._links: set[Link] = set()
         self._lost: dict[str, Exception] = {}
@@ -116,6 +123,26 @@ class UcxBackend(Backend):
         self.loop.start()
 
     # For the application's threads.
+
+    def memory_types(self) -> list[nixl_mem_t]:
+        vram = [nixl_mem_t.VRAM_SEG] if device_count() else []
+        return [nixl_mem_t.DRAM_SEG, *vram]
+
+    def register(self, kind: nixl_mem_t, rows: Rows) -> None:
+        if kind == HOST.kind:
+            return
+        for device in set(rows[:, 2].tolist()):
+            memory = device_memory(device)
+            memory.require(rows[rows[:, 2] == device])
+            beside = self.transport >= Transport.SHARED_MEMORY
+            transport = Transport.SHARED_MEMORY if beside else Transport.NETWORK
+            with memory.current():
+                context = self.context(transport, devices=True)
+            if not sees_devices(context):
+                raise nixlBackendError(
+                    "UCX has no CUDA transports here: UCX_TLS leaves them out, or its library for"
+                    " CUDA cannot be loaded (UCX_LOG_LEVEL=debug tells why)"
+                )
 
     def connection(self) -> bytes:
         host = self._options.advertise or self._options.host
@@ -190,12 +217,15 @@ class UcxBackend(Backend):
                 raise error
             self.state.finished(transfer, error)
 
-    # For the loop's thread.
+    def context(self, transport: Transport, devices: bool = False) -> Any:
+        with self._opening:
+            known = self._contexts.get((transport, devices))
+            if known is None:
+                known = open_context(transport, self._options.settings, devices)
+                self._contexts[transport, devices] = known
+            return known
 
-    def context(self, transport: Transport) -> Any:
-        if transport not in self._contexts:
-            self._contexts[transport] = open_context(transport, self._options.settings)
-        return self._contexts[transport]
+    # For the loop's thread.
 
     def opened(self, link: Link) -> None:
         self._lost.pop(link.peer, None)

@@ -17,14 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from pd_transfer.errors import nixlBackendError
 from pd_transfer.handshake import Transport
 from pd_transfer.loop import Loop
-from pd_transfer.runs import COPIED, OWN_MESSAGE, Bytes, direct, gather, scatter
+from pd_transfer.runs import COPIED, HOST_MEMORY, OWN_MESSAGE, direct
 from pd_transfer.wire import INDEX_BITS, Receiving, Sending, Wire
 
 logger: Final = logging.getLogger("pd_transfer")
@@ -32,34 +31,49 @@ logger: Final = logging.getLogger("pd_transfer")
 _WINDOW: Final = 8
 _ROUNDS: Final = 64
 
-_SHARED: Final = {"TLS": "posix,sysv,self", "RNDV_SCHEME": "get_zcopy"}
-_SETTINGS: Final[Mapping[Transport, Mapping[str, str]]] = {
-    Transport.SHARED_MEMORY: _SHARED,
-    Transport.NETWORK: {"RNDV_SCHEME": "get_zcopy"},
-}
+_SHARED: Final = "posix,sysv,self"
 
 
-def open_context(transport: Transport, settings: Mapping[str, str]) -> Any:
+def open_context(transport: Transport, settings: Mapping[str, str], devices: bool = False) -> Any:
     """A UCX context for all peers reached by one transport; `settings` take precedence.
 
-    On one host UCX is kept to shared memory, so it opens no sockets there.
+    On one host UCX is kept to shared memory, so it opens no sockets there; with `devices` it may
+    use what it has for CUDA, too.
+
+    Raises:
+        nixlBackendError: UCX cannot be used like that.
     """
-    chosen = {**_SETTINGS[transport], **settings}
+    chosen = {"RNDV_SCHEME": "get_zcopy"}
+    if devices:
+        chosen["CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
+    if transport == Transport.SHARED_MEMORY:
+        chosen["TLS"] = _SHARED + ",cuda" * devices
     features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
-    return libucxx.UCXContext(chosen, feature_flags=features)
+    try:
+        return libucxx.UCXContext({**chosen, **settings}, feature_flags=features)
+    except libucxx.UCXError as error:
+        raise nixlBackendError(f"UCX: {error}") from error
+
+
+def sees_devices(context: Any) -> bool:
+    """Whether UCX tells a GPU's memory from the host's. It takes it for the host's else, and dies.
+
+    Its transports for CUDA are a library that is loaded only where CUDA's driver and NVML are.
+    """
+    return "cuda_copy/" in context.info
 
 
 class _Sent(NamedTuple):
     request: Any
     job: Sending
-    data: Bytes  # kept alive until UCX is done with it
+    data: Any  # kept alive until UCX is done with it
 
 
 class _Expected(NamedTuple):
     request: Any
     job: Receiving
     place: int
-    staging: Bytes | None
+    staging: Any
 
 
 class UcxWire(Wire):
@@ -83,6 +97,10 @@ class UcxWire(Wire):
         self._wake()
 
     @property
+    def connected(self) -> bool:
+        return self._endpoint is not None
+
+    @property
     def address(self) -> bytes:
         return bytes(memoryview(self._worker.address))
 
@@ -91,8 +109,8 @@ class UcxWire(Wire):
         Raises:
             nixlBackendError: no transport reaches that address.
         """
-        # With error handling UCX would give shared memory up; a dead neighbour is noticed by its
-        # control connection and its pidfd instead.
+        # With error handling UCX would give up shared memory, and CUDA between processes; a dead
+        # neighbour is noticed by its control connection and its pidfd instead.
         try:
             self._endpoint = self._worker.create_endpoint_from_worker_address(
                 libucxx.UCXAddress.create_from_buffer(bytearray(address)),
@@ -148,6 +166,9 @@ class UcxWire(Wire):
         except libucxx.UCXError as error:
             self._broken(f"UCX: {error}")
             return True
+        except nixlBackendError as error:
+            self._broken(str(error))
+            return True
         return False
 
     def destroy(self) -> None:
@@ -155,6 +176,7 @@ class UcxWire(Wire):
             return
         self._loop.idle(self)
         self._loop.unwatch(self._fd)
+        self._settle()
         self._sent.clear()
         self._expected.clear()
         self._to_send.clear()
@@ -162,6 +184,14 @@ class UcxWire(Wire):
         # If a rendezvous is pending, UCX's objects keep each other alive: inert, a small leak.
         self._endpoint = None
         self._worker = None
+
+    def _settle(self) -> None:
+        """A GPU copies by itself: UCX may have begun copies that nobody would hear the end of."""
+        for memory in {item.job.memory for item in self._expected}:
+            try:
+                memory.settle()
+            except nixlBackendError as error:  # a broken GPU writes nothing either
+                logger.warning("waiting for a GPU's copies: %s", error)
 
     def _wake(self) -> None:
         self._loop.busy(self)
@@ -190,7 +220,7 @@ class UcxWire(Wire):
             if staging is not None and not job.discard:
                 message = job.plan[place]
                 pieces = slice(message.first, message.last)
-                scatter(staging, job.addresses[pieces], job.lengths[pieces])
+                job.memory.scatter(staging, job.addresses[pieces], job.lengths[pieces])
             job.in_flight -= 1
             if job.done:
                 job.on_done()
@@ -211,10 +241,12 @@ class UcxWire(Wire):
 
     def _send_next(self, job: Sending) -> None:
         message = job.plan[job.next]
-        data = direct(job.addresses, job.lengths, message)
-        if data is None:
+        whole = direct(job.addresses, job.lengths, message)
+        if whole is None:
             pieces = slice(message.first, message.last)
-            data = gather(job.addresses[pieces], job.lengths[pieces])
+            data = job.memory.gather(job.addresses[pieces], job.lengths[pieces])
+        else:
+            data = job.memory.view(*whole)
         request = self._endpoint.tag_send(Array(data), _tag(job.id, job.next))
         self._sent.append(_Sent(request, job, data))
         job.next += 1
@@ -238,14 +270,17 @@ class UcxWire(Wire):
         return moved
 
     def _receive_next(self, job: Receiving) -> None:
-        target, nbytes = None, OWN_MESSAGE
-        if not job.discard:
+        staging: Any = None
+        if job.discard:
+            data = staging = HOST_MEMORY.staging(OWN_MESSAGE)
+        else:
             message = job.plan[job.next]
-            target, nbytes = direct(job.addresses, job.lengths, message), message.nbytes
-        staging = np.empty(nbytes, np.uint8) if target is None else None
-        request = self._worker.tag_recv(
-            Array(staging if target is None else target), _tag(job.id, job.next)
-        )
+            whole = direct(job.addresses, job.lengths, message)
+            if whole is None:
+                data = staging = job.memory.staging(message.nbytes)
+            else:
+                data = job.memory.view(*whole)
+        request = self._worker.tag_recv(Array(data), _tag(job.id, job.next))
         self._expected.append(_Expected(request, job, job.next, staging))
         job.next += 1
         job.in_flight += 1

@@ -96,13 +96,16 @@ class NixlBackend(Backend):
         )
         self._thread.start()
 
+    def memory_types(self) -> list[nixl_mem_t]:
+        return [nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG]
+
     def register(self, kind: nixl_mem_t, rows: Rows) -> None:
         with self._lock:
-            self._agent.register_memory(self._reg(rows))
+            self._translate(lambda: self._agent.register_memory(self._reg(kind, rows)))
 
     def deregister(self, kind: nixl_mem_t, rows: Rows) -> None:
         with self._lock:
-            self._agent.deregister_memory(self._reg(rows))
+            self._agent.deregister_memory(self._reg(kind, rows))
 
     def connection(self) -> bytes:
         with self._lock:
@@ -184,18 +187,25 @@ class NixlBackend(Backend):
 
     # Inside.
 
-    def _reg(self, rows: Rows) -> Any:
-        return self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows)
+    def _reg(self, kind: nixl_mem_t, rows: Rows) -> Any:
+        return self._bindings.nixlRegDList(self._segment(kind), rows)
+
+    def _segment(self, kind: nixl_mem_t) -> Any:
+        return getattr(self._bindings, kind.name)
 
     def _begin(self, transfer: Transfer, known: _Peer) -> Any:
         runs = transfer.runs
-        zeros = np.zeros(len(runs.lengths), np.uint64)
         local, remote = (
             self._bindings.nixlXferDList(
-                self._bindings.DRAM_SEG,
-                np.ascontiguousarray(np.stack([side, runs.lengths, zeros], axis=1)),
+                self._segment(place.kind),
+                np.ascontiguousarray(
+                    np.stack([side, runs.lengths, np.full_like(side, place.device)], axis=1)
+                ),
             )
-            for side in (runs.local, runs.remote)
+            for side, place in (
+                (runs.local, transfer.local_place),
+                (runs.remote, transfer.remote_place),
+            )
         )
         message = b"" if transfer.notification is None else b"n" + transfer.notification
         if not len(runs.lengths):  # NIXL has no empty transfer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pd_transfer.regions import Vector
-from pd_transfer.runs import Message, Packing, plan
+from pd_transfer.runs import HOST_MEMORY, Memory, Message, Packing, plan
 
 # A message is named by its transfer's id and its place in the plan, of this many bits.
 INDEX_BITS: Final = 24
@@ -20,13 +20,17 @@ INDEX_BITS: Final = 24
 
 @dataclass(eq=False)
 class Sending:
-    """`plan[:next]` has been handed to the wire, of which `in_flight` are not done."""
+    """`plan[:next]` has been handed to the wire, of which `in_flight` are not done.
+
+    Only UCX can be given other `memory` than the host's.
+    """
 
     id: int
     addresses: Vector
     lengths: Vector
     packing: Packing
     on_idle: Callable[[], None]
+    memory: Memory = HOST_MEMORY
     next: int = 0
     in_flight: int = 0
     stopped: bool = False
@@ -58,6 +62,7 @@ class Receiving:
     lengths: Vector
     packing: Packing
     on_done: Callable[[], None]
+    memory: Memory = HOST_MEMORY
     limit: int | None = None
     discard: bool = False
     next: int = 0
