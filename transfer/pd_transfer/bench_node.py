@@ -186,21 +186,11 @@ class TcpNode(_SocketNode):
 class EchoNode(_SocketNode):
     """The yardstick of a round trip: a page through a plain socket and a byte back.
 
-    As many threads are woken for it as for a transfer: one at the target, one here that reads the
-    answer, and the caller, who sleeps until that one has told it.
+    As many threads are woken for it as for a transfer: one at the target, and the caller.
     """
 
     def _take(self, sock: socket.socket, count: int) -> None:
         sock.recv(count, socket.MSG_WAITALL)
-
-    def meet(self, host: str, port: int) -> None:
-        super().meet(host, port)
-        self._answered = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while self._socket.recv(1):
-            self._answered.set()
 
     def trips(self, size: int, count: int) -> list[float]:
         page = size.to_bytes(8, "little") + bytes(size)
@@ -208,8 +198,7 @@ class EchoNode(_SocketNode):
         for _ in range(count):
             start = time.perf_counter()
             self._socket.sendall(page)
-            self._answered.wait()
-            self._answered.clear()
+            self._socket.recv(1)
             seconds.append(time.perf_counter() - start)
         return seconds
 
