@@ -46,6 +46,10 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
 
+    def reset(self) -> None:
+        """Forgets every turn."""
+        self.messages = [each for each in self.messages if each["role"] == "system"]
+
     def say(self, text: str, turn: Turn) -> Iterator[str]:
         """Asks, and gives the answer's text as it comes; `turn` is filled in.
 
@@ -128,7 +132,7 @@ def talk(chat: Chat, console: Console) -> None:
         if text == "/exit":
             return
         if text == "/reset":
-            chat.messages.clear()
+            chat.reset()
         elif text.startswith("/"):
             console.print("unknown command; there are /reset and /exit")
         elif text:

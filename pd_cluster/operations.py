@@ -197,6 +197,8 @@ def start_detached(arguments: list[str], cluster_name: str, timeout_s: float) ->
             raise StartError(f"it ended with code {process.returncode}: {' '.join(tail)}")
         time.sleep(0.1)
     process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(QUESTION_S)
     raise StartError(f"not ready within {timeout_s:g} s; its log is {log}")
 
 

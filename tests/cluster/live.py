@@ -55,8 +55,9 @@ class Moved:
 class Live:
     """A running cluster and an HTTP client of it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, progress: Sequence[str] = ()) -> None:
         self.server = server
+        self.progress = progress
         self.config: Config = server.config
         self.http = httpx.Client(base_url=server.url, timeout=PATIENCE_S * 2)
 
@@ -155,8 +156,10 @@ def live(**settings: Any) -> Iterator[Live]:
         **settings,
     }
     try:
-        server = Server.start(load_config(overrides=overrides), temp_dir=temp_dir)
-        cluster = Live(server)
+        progress: list[str] = []
+        config = load_config(overrides=overrides)
+        server = Server.start(config, temp_dir=temp_dir, progress=progress.append)
+        cluster = Live(server, progress)
         try:
             yield cluster
         finally:

@@ -139,6 +139,13 @@ def test_what_was_chosen_for_the_pools_is_told(cluster: Live) -> None:
         words = f"1 {role} worker: KV pool of 16384 tokens, 720 MiB in 16384 pages of 1"
         assert any(line.startswith(words) for line in said), said
     assert said[-1] == "pools sized by max_total_tokens"
+    assert cluster.progress == [
+        "fetching the model",
+        "preparing the kernels",
+        "starting Ray",
+        "loading the model in 2 workers",
+        "waiting for the workers to register",
+    ]
     (host,) = hosts_for(cluster.config, local=False)
     assert host.workers == 2
     assert host.memory > pool["bytes"]

@@ -103,7 +103,9 @@ def test_what_the_gateway_knows_of_the_model(tmp_path, tokenizer, monkeypatch, d
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     generation = {"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    config = validate_config({"model_aliases": ["b"], "sampling_defaults": defaults})
+    config = validate_config(
+        {"model_aliases": ["b"], "sampling_defaults": defaults, "context_length": 48}
+    )
     spec = ClusterSpec(
         local=True,
         config=config.model_dump_json(),
@@ -118,3 +120,4 @@ def test_what_the_gateway_knows_of_the_model(tmp_path, tokenizer, monkeypatch, d
     wanted = {"temperature": 0.6, "top_k": 20} if defaults == "model" else {}
     assert model.sampling_defaults == wanted
     assert model.vocab_size == 97
+    assert model.context_length == 48
