@@ -52,8 +52,13 @@ class ResourcesConfig(_Section):
     (bytes), or names that the nodes were given. Nothing by default: any node will do.
     """
 
-    prefill: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    decode: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    prefill: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="for a prefill worker: num_gpus, num_cpus, memory, or names of your own",
+    )
+    decode: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, description="the same for a decode worker"
+    )
 
     @field_validator("prefill", "decode")
     @classmethod

@@ -150,7 +150,7 @@ def _help(key: str, kind: _Kind) -> str:
     assert field.description, f"config key {key} has no description"
     text = field.description[0].upper() + field.description[1:]
     if kind.choices:
-        text += ": " + ", ".join(map(str, kind.choices))
+        text += f" ({', '.join(map(str, kind.choices))})"
     if get_origin(kind.type) is list:
         text += "; may be given again"
     shown = field.get_default(call_default_factory=True)

@@ -28,7 +28,7 @@ def test_help_names_each_option_whole_and_says_its_default(
             assert f"\n  --{key.replace('_', '-')} " in shown, key
     words = " ".join(shown.split())
     assert "--hicache-storage-prefetch-policy <text> How long a request waits" in words
-    assert "best_effort, wait_complete, timeout [default: timeout]" in words
+    assert "best_effort, wait_complete, timeout) [default: timeout]" in words
     assert "--set <key=value>" in words
     assert "Start a cluster and serve until Ctrl-C" in words
 
