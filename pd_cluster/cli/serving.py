@@ -85,7 +85,7 @@ def run_server(config: Config, address: str | None) -> None:
             signal.signal(number, on_signal)
         registry.announce(config.cluster_name, server.cluster.urls, address)
         for line in server.describe():
-            console.print(line)
+            console.print(line, soft_wrap=True)
         # The last line says that it is ready: scripts wait for it.
         urls = ", ".join(server.cluster.urls)
         console.print(f"pd-cluster is ready at {urls}; try:", soft_wrap=True)
