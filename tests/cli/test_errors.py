@@ -56,6 +56,9 @@ def test_config_file(run: Run, tmp_path: Path, text: str, wanted: list[str]) -> 
         (["--schedule-conservativeness", "0"], ["'schedule_conservativeness'", "greater than 0"]),
         (["--max-queued-per-tenant", "0"], ["'max_queued_per_tenant'", "greater than or equal"]),
         (["--placement", "best"], ["'placement'", "cost", "round_robin"]),
+        (["--mem-fraction-static", "0"], ["'mem_fraction_static'", "greater than 0"]),
+        (["--mem-fraction-static", "1"], ["'mem_fraction_static'", "less than 1"]),
+        (["--set", "routes=local"], ["'routes'", "a list of remote, remote+pull, local"]),
         (["--prefill", "0"], ["'prefill'", "greater than or equal to 1"]),
         (["--radix-eviction-policy", "random"], ["'radix_eviction_policy'", "lru", "slru"]),
         (["--radix-eviction-policy-config", "{"], ["--radix-eviction-policy-config", "not JSON"]),
@@ -207,6 +210,15 @@ def test_more_context_than_the_model_has(run: Run, tiny_model: Path) -> None:
     assert outcome.code == 2
     assert "'context_length': 257" in outcome.error
     assert "256 positions" in outcome.error
+
+
+def test_no_room_for_the_model_in_its_share_of_the_memory(run: Run, tiny_model: Path) -> None:
+    share = ["--mem-fraction-static", "1e-7"]
+    outcome = run("serve", "--model", str(tiny_model), *share, "--port", "0")
+    assert outcome.code == 2
+    for words in ("'mem_fraction_static'", "on this machine, for 2 workers", "the weights take"):
+        assert words in outcome.error
+    assert not ray.is_initialized()
 
 
 # --- clusters that run already, or do not ---

@@ -124,6 +124,55 @@ def test_template_names(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (3,)
 
 
+# In the manner of Qwen's and Hermes' templates.
+TOOLS = """{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}<|im_start|>user
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{- '\n' + message.content if message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}"""  # noqa: E501
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_tools_are_rendered_as_by_transformers(
+    smollm2: Path, tmp_path: Path, upstream: Any, with_tools: bool
+) -> None:
+    path = tmp_path / "tools.jinja"
+    path.write_text(TOOLS)
+    ours = Tokenizer(smollm2, str(path))
+    assert ours.knows_tools
+    assert not Tokenizer(smollm2).knows_tools
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "description": "Wie's ist, <überall>", "parameters": parameters}
+    tools = [{"type": "function", "function": function}] if with_tools else []
+    call = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    theirs = upstream.apply_chat_template(
+        messages, tools=tools or None, chat_template=TOOLS, tokenize=False
+    )
+    rendered = ours.apply_chat_template(messages, tools=tools, add_generation_prompt=False)
+    assert ours.decode(rendered, skip_special_tokens=False) == theirs
+    assert ("# Tools" in theirs) == with_tools
+
+
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadRequest, match="^chat template: roles must alternate$"):
