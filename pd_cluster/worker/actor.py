@@ -407,7 +407,7 @@ class WorkerActor:
             attempts=tuple(scheduler.decode.sequences),
             routes=ROUTES,
             host=self.host,
-            store=store_name(self.config, self.host),
+            store="" if self.tier_io is None else store_name(self.config, self.host),
         )
 
     def _snapshot(self) -> WorkerSnapshot:

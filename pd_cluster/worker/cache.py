@@ -84,13 +84,13 @@ def make_cache(
 
 
 def store_name(config: Config, host: str) -> str:
-    """Which store a worker on `host` has below its host tier, "" for none.
+    """Which store a worker with a host tier has below it on `host`, "" for none.
 
     Workers that say the same share it: all of them, but that a folder is one host's. The
     configuration, and so the folder or the server, is the same for all.
     """
     backend = config.hicache_storage_backend
-    if not config.enable_hierarchical_cache or backend is None:
+    if backend is None:
         return ""
     return f"file@{host}" if backend == "file" else backend
 

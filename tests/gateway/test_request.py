@@ -90,7 +90,9 @@ def attempt(number: int) -> AttemptId:
 
 
 def placed(number: int, decode: WorkerId = DECODE) -> Placed:
-    placement = Placement(attempt=attempt(number), prefill=PREFILL, decode=decode, route="local")
+    placement = Placement(
+        attempt=attempt(number), prefill=PREFILL, decode=decode, route="local", promote=False
+    )
     return Placed(placement)
 
 
@@ -157,7 +159,7 @@ def test_a_plain_request():
     start = submit.message
     assert unpack_ints(start.tokens).tolist() == list(PROMPT)
     assert (start.prompt_len, start.timeout_s, start.namespace) == (4, 89.0, "tenant")
-    assert start.route == "local"
+    assert (start.route, start.promote) == ("local", False)
     assert start.params == state.params
     assert run(state, output(1, 20, sources=SOURCES)) == [Emit((20,))]
     finished = output(1, 21, END, outcome="finished", finish_reason="stop")

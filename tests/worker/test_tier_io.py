@@ -224,5 +224,3 @@ def test_who_shares_a_store_says_the_same() -> None:
     path = {"hicache_storage_backend_extra_config": {"path": "/kv"}}
     folders = {name(host, hicache_storage_backend="file", **path) for host in ("one", "two")}
     assert len(folders) == 2, "a folder is one host's"
-    off = {"hicache_storage_backend": "redis", "enable_hierarchical_cache": False}
-    assert store_name(Config.model_validate(off), "one") == ""
