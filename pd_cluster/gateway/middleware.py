@@ -49,15 +49,8 @@ class RequestContext:
             await send(message)
 
         if scope["method"] == "HEAD":
-            # What GET would say, without the body: our copy only, for the server sees to the rest.
-            scope, sent = {**scope, "method": "GET"}, send_with_id
-
-            async def send_head(message: Message) -> None:
-                if message["type"] == "http.response.body":
-                    message = {**message, "body": b""}
-                await sent(message)
-
-            send_with_id = send_head
+            # What GET would say: in our copy only, for the server leaves the body out.
+            scope = {**scope, "method": "GET"}
         try:
             await self._answer(scope, receive, send_with_id, record)
         except Exception as error:
