@@ -150,7 +150,9 @@ def hosts() -> Iterator[list[list[str]]]:
 def neighbour() -> Iterator[tuple[list[str], str, str]]:
     """A host beside this one: a prefix of commands that are to run there, our address and its."""
     with _namespaces(f"pdn{os.getpid()}") as (name,):
-        end, ours, theirs = f"w{os.getpid()}", "10.79.1.1", "10.79.1.2"
+        # A network of this run's own: two may be under way at once.
+        net = f"10.{80 + os.getpid() // 256 % 32}.{os.getpid() % 256}"
+        end, ours, theirs = f"w{os.getpid()}", f"{net}.1", f"{net}.2"
         # Goes with the namespace that the other end is in.
         _ip("link", "add", end, "type", "veth", "peer", "name", end, "netns", name)
         for where, address in ([], ours), (["-n", name], theirs):
