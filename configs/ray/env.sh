@@ -13,4 +13,4 @@ export RAY_gcs_rpc_server_reconnect_timeout_s=20
 # How pages travel between hosts (docs/deploy.md, "Fabrics"). Unset, UCX takes the fastest that it
 # finds on all devices: right for most InfiniBand and RoCE hosts.
 # export UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1         # CHANGE on hosts with several networks
-# export UCX_TLS=tcp,self                          # CHANGE where there is plain Ethernet only
+# export UCX_TLS=tcp,self                          # CHANGE where there is plain Ethernet only (GPUs: tcp,self,cuda)

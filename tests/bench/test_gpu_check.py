@@ -63,6 +63,25 @@ def test_all_parts_pass_on_the_cpu_with_torch_triton_and_numpy_alone(tmp_path: P
         assert flat[f"gpu.{name}"] > 0
     assert "no GPU" in flat["gpu.skipped.measures"]
     assert flat["gpu.found.flashinfer"] == "none (no flashinfer here)"
+    assert "no msgspec here" in flat["gpu.skipped.transfer.ucx"]
+
+
+def test_pages_move_by_the_transfer_library_where_it_is(tmp_path: Path) -> None:
+    for module in ("triton", "ucxx"):
+        pytest.importorskip(module)
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check", "--part", "transfer", "--json", tmp_path / "figures.json"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    flat = json.loads((tmp_path / "figures.json").read_text())
+    assert flat["gpu.check.transfer.ucx.page_first"] is True
+    assert flat["gpu.transfer.ucx.write_gbps"] > 0
+    assert flat["gpu.found.ucxx"]
 
 
 def test_a_part_that_takes_too_long_or_dies_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.cache.layout import make_layout
+from pd_cluster.cache.layout import LayerFirstLayout, PageFirstLayout, make_layout
+from pd_cluster.errors import StartError
 from pd_cluster.types import AttemptId, IntArray, PagesWritten, StartPrefill, WorkerId
 from pd_cluster.worker.checksums import page_checksums
 from pd_cluster.worker.instructions import (
@@ -30,10 +31,27 @@ A, B = WorkerId("prefill-0", "aa"), WorkerId("decode-0", "bb")
 ATTEMPT = AttemptId("r", 1)
 
 
+class PageFirstOnGpu(PageFirstLayout):
+    mem_type = "VRAM"  # for the fake agent, to which that is the host's memory all the same
+
+
+class LayerFirstOnGpu(LayerFirstLayout):
+    mem_type = "VRAM"
+
+
+ON_GPU = {"page_first": PageFirstOnGpu, "layer_first": LayerFirstOnGpu}
+
+
 class Pair:
     """Two workers' transports: A writes to and reads from B."""
 
-    def __init__(self, layout: str, max_pages: int = PAGES, verify: bool = False) -> None:
+    def __init__(
+        self,
+        layout: str,
+        max_pages: int = PAGES,
+        verify: bool = False,
+        on_gpu: tuple[WorkerId, ...] = (),
+    ) -> None:
         self.network = FakeNetwork()
         self.events: dict[WorkerId, list[Any]] = {A: [], B: []}
         self.sides: dict[WorkerId, Transport] = {}
@@ -42,6 +60,8 @@ class Pair:
             memory.buffer.copy_(
                 torch.randn(memory.buffer.shape, generator=torch.Generator().manual_seed(seed))
             )
+            if name in on_gpu:
+                memory.__class__ = ON_GPU[layout]
             made = agent("fake", name=str(name), secret=b"s", network=self.network)
             self.sides[name] = Transport(
                 made,
@@ -197,3 +217,27 @@ def test_without_verification_nothing_is_summed(layout: str) -> None:
     pair.network.corrupt = 1
     pair.sides[A].move(write(1, ints(4), ints(9)))
     assert pair.told(B) == [written(ATTEMPT, 1)]
+
+
+@pytest.mark.parametrize("on_gpu", [(A, B), (A,), (B,)], ids=["both", "writer", "written"])
+def test_pools_of_gpus_and_of_hosts_exchange_pages(layout: str, on_gpu: Any) -> None:
+    pair = Pair(layout, verify=True, on_gpu=on_gpu)
+    kinds = [side.registered.getType().name for side in pair.sides.values()]
+    assert kinds == ["VRAM_SEG" if name in on_gpu else "DRAM_SEG" for name in pair.sides]
+    source, target = ints(3, 4, 9), ints(15, 2, 1)
+    assert pair.sides[A].move(write(7, source, target)) == []
+    assert pair.told(A) == [TransferEnded(7)]
+    [message] = pair.told(B)
+    assert pair.sides[B].check(VerifyPages(message, target)) != PagesCorrupt(ATTEMPT)
+    assert pair.pages(B, target) == pair.pages(A, source)
+    assert pair.sides[A].move(ReadPages(8, B, ints(5, 6), ints(0, 1), ATTEMPT)) == []
+    assert pair.told(A) == [TransferEnded(8)]
+    assert pair.pages(A, ints(0, 1)) == pair.pages(B, ints(5, 6))
+
+
+def test_a_pool_that_cannot_be_moved_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = agent("fake", name="a", secret=b"s", network=FakeNetwork())
+    monkeypatch.setattr(made._backend, "memory_types", list)
+    memory = make_layout("page_first", PAGES, 2, 1, 2, 4, torch.float32, "cpu")
+    with pytest.raises(StartError, match="the KV pool in DRAM cannot be moved"):
+        Transport(made, memory, lambda event: None, max_inflight_bytes=1)

@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 def versions() -> dict[str, str]:
     """What was found on this machine; a package that is missing or broken says why."""
     found: dict[str, str] = {"torch": str(torch.__version__)}
-    for name in ("triton", "flashinfer", "numpy"):
+    for name in ("triton", "flashinfer", "numpy", "ucxx"):
         try:
             found[name] = str(importlib.import_module(name).__version__)
         except Exception as error:  # a broken package raises what it likes

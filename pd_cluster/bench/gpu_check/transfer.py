@@ -1,11 +1,13 @@
 """Prefill and decode in two processes on one device, with pages moving from pool to pool.
 
-Decode's pool is opened by the prefill process: by CUDA IPC on a GPU, as shared memory on the CPU.
-Prefill gathers its finished pages and scatters them into that pool; only tokens go by the pipe.
+First without the transfer library: decode's pool is opened by the prefill process, by CUDA IPC on a
+GPU and as shared memory on the CPU; prefill gathers its finished pages and scatters them into that
+pool. Then, where it can be loaded, as in a cluster (ucx_transfer.py). Only tokens go by the pipe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -14,87 +16,92 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from pd_cluster.bench.gpu_check.machine import DEVICE, gpu_kernels, synchronize
-from pd_cluster.bench.gpu_check.model import NUM_PAGES, Runner
-from pd_cluster.bench.gpu_check.random_model import SMALL, prompt
+from pd_cluster.bench.gpu_check.model import Runner
 from pd_cluster.bench.gpu_check.results import Report, Result
-from pd_cluster.model.batch import Chunk
+from pd_cluster.bench.gpu_check.two_processes import (
+    LAYOUTS,
+    LENGTH,
+    PAGE_SIZE,
+    Ids,
+    answer,
+    compared,
+    greedy,
+    prefilled,
+)
 from pd_kernels import page_gather, page_scatter
-
-LENGTH, STEPS, PAGE_SIZE = 21, 4, 4
-_ANSWER_S = 60.0
 
 
 def run(report: Report) -> None:
+    by_library: Callable[[Connection, Report], None] | None = None
+    try:
+        from pd_cluster.bench.gpu_check import ucx_transfer
+
+        by_library = ucx_transfer.run
+    except ImportError as error:
+        detail = f"pd_transfer cannot be loaded: {error}"
+        report(Result("transfer.ucx", "skipped", detail=detail))
     context = mp.get_context("spawn")
-    for layout in ("page_first", "layer_first"):
-        mine, theirs = context.Pipe()
-        decode = context.Process(target=_decode, args=(theirs, layout))
-        decode.start()
-        theirs.close()
-        try:
-            with gpu_kernels():
-                report(_prefill(mine, layout))
-        finally:
-            mine.close()
-            decode.join(5)
-            if decode.is_alive():
-                decode.kill()
-                decode.join()
+    pipe, theirs = context.Pipe()
+    decode = context.Process(target=_decode, args=(theirs,))
+    decode.start()
+    theirs.close()
+    try:
+        with gpu_kernels():
+            for layout in LAYOUTS:
+                report(_prefill(pipe, layout))
+            if by_library is not None:
+                by_library(pipe, report)
+        pipe.send("end")
+    finally:
+        pipe.close()
+        decode.join(5)
+        if decode.is_alive():
+            decode.kill()
+            decode.join()
 
 
 def _prefill(decode: Connection, layout: str) -> Result:
-    name = f"transfer.{layout}"
-    runner = Runner(torch.float32, DEVICE, PAGE_SIZE, layout, graphs=False)
-    ids = prompt(SMALL, LENGTH)
-    total = -(-(LENGTH + STEPS) // PAGE_SIZE)
-    mine = np.arange(total)
-    first = int(runner.step([], [Chunk(ids, 0, mine)])[0].argmax())
-    expected = _greedy(runner, first, mine)
-    # Decode's pages are others than prefill's, and in another order.
-    theirs = np.random.default_rng(2).permutation(NUM_PAGES // PAGE_SIZE)[:total]
-    if not decode.poll(_ANSWER_S):
-        return Result(name, "FAILED", detail="the decode process sent no pool")
-    pool: Tensor = decode.recv()
+    runner, first, expected, mine, theirs = prefilled(layout)
+    decode.send(("open", layout))
+    pool: Tensor = answer(decode, "pool")
     sent = -(-LENGTH // PAGE_SIZE)
     packed = page_gather(_pages(runner.kv.buffer, layout), _index(mine[:sent]))
     page_scatter(_pages(pool, layout), _index(theirs[:sent]), packed)
     synchronize()
     decode.send((first, theirs.tolist()))
-    if not decode.poll(_ANSWER_S):
-        return Result(name, "FAILED", detail="the decode process sent no tokens")
-    tokens = decode.recv()
+    tokens = answer(decode, "tokens")
     del pool
     decode.send("done")  # memory that is opened elsewhere must not go before
-    good = tokens == expected
-    detail = f"{sent} pages, {len(tokens)} tokens exact" if good else f"{tokens}, not {expected}"
-    return Result(name, "ok" if good else "FAILED", detail=detail)
+    return compared(f"transfer.{layout}", tokens, expected, f"{sent} pages")
 
 
-def _decode(prefill: Connection, layout: str) -> None:
+def _decode(prefill: Connection) -> None:
+    """The other process: does what it is told until it is told "end"."""
     with gpu_kernels():
-        runner = Runner(torch.float32, DEVICE, PAGE_SIZE, layout, graphs=False)
-        if not runner.kv.buffer.is_cuda:
-            runner.kv.buffer = torch.zeros_like(runner.kv.buffer)
-            runner.kv.buffer.share_memory_()  # type: ignore[no-untyped-call]
-        prefill.send(runner.kv.buffer)
-        first, pages = prefill.recv()
-        prefill.send(_greedy(runner, first, np.array(pages)))
-        prefill.recv()
+        while (order := prefill.recv()) != "end":
+            way, layout = order
+            if way == "open":
+                _be_opened(prefill, layout)
+                continue
+            from pd_cluster.bench.gpu_check import ucx_transfer
+
+            ucx_transfer.decode(prefill, way, layout)
 
 
-def _greedy(
-    runner: Runner, first: int, pages: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> list[int]:
-    tokens = [first]
-    for at in range(STEPS):
-        step = Chunk(np.array(tokens[-1:]), LENGTH + at, pages)
-        tokens.append(int(runner.step([step], [])[0].argmax()))
-    return tokens
+def _be_opened(prefill: Connection, layout: str) -> None:
+    runner = Runner(torch.float32, DEVICE, PAGE_SIZE, layout, graphs=False)
+    if not runner.kv.buffer.is_cuda:
+        runner.kv.buffer = torch.zeros_like(runner.kv.buffer)
+        runner.kv.buffer.share_memory_()  # type: ignore[no-untyped-call]
+    prefill.send(runner.kv.buffer)
+    first, pages = prefill.recv()
+    prefill.send(greedy(runner, first, np.array(pages)))
+    prefill.recv()
 
 
 def _pages(buffer: Tensor, layout: str) -> Tensor:
     return buffer if layout == "page_first" else buffer.permute(2, 0, 1, 3, 4, 5)
 
 
-def _index(pages: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+def _index(pages: Ids) -> Tensor:
     return torch.from_numpy(pages.astype(np.int32)).to(DEVICE)
