@@ -215,17 +215,21 @@ class PrefillJobs:
         copies: list[tuple[int, int]] = []
         out: list[Instruction] = []
         scored = SCORED_TOKENS
+        full = False
         for job in list(self.jobs.values()):
             if budget <= 0:
                 break
             if job.state == "waiting":
-                if self._computed_now(job, now) or not self._promoted(job, now):
+                if full or self._computed_now(job, now) or not self._promoted(job, now):
                     continue
                 try:
                     more, started = self._admit(job, now)
                 except OutOfPages as error:
+                    # First come first served: nobody overtakes one that lacks pages. But who began
+                    # while it waited for a prefix goes on: those are the pages that will come back.
                     if any(other.state != "waiting" for other in self.jobs.values()):
-                        break  # first come first served: nobody overtakes; pages will come back
+                        full = True
+                        continue
                     if self._let_go(job):
                         break
                     failed = PrefillFailed(attempt=job.attempt, reason=f"never fits: {error}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
-from tests.worker.harness import World, expected_answer
+from tests.worker.harness import FakeWorker, World, expected_answer
 from tests.worker.test_scheduler import finish, prompt_of
 
 GROUPS, REQUESTS = 8, 64
@@ -65,3 +67,36 @@ def test_prompts_that_share_little_do_not_wait_for_each_other() -> None:
     batch, _ = prefill.plan(world.now)
     assert batch is not None
     assert [len(row.tokens) for row in batch.prefill] == [50, 50]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_began_before_one_that_lacks_pages_goes_on_and_nobody_follows(seed: int) -> None:
+    """`longer` waits for the prefix that `first` computes; by then `other` has begun behind it and
+    holds the pages that it lacks.
+    """
+    workers = [FakeWorker(f"decode-{i}", 400, 1, 32) for i in range(2)]
+    world = World([FakeWorker("prefill-0", 200, 1, 32), *workers], random.Random(seed))
+    prompts = {
+        "first": prompt_of(80),
+        "longer": np.concatenate([prompt_of(80), prompt_of(80, seed=2)]),
+        "other": prompt_of(100, seed=3),
+        "last": prompt_of(10, seed=4),
+    }
+    attempts = {}
+    for name, prompt in prompts.items():
+        # Another decode worker, or `longer` would wait there.
+        decode = "decode-0" if name == "first" else "decode-1"
+        attempts[name] = world.request(prompt, name=name, decode=decode)
+    prefill = world.worker("prefill-0")
+    for worker in [*workers, prefill]:
+        while worker.mailbox:
+            world._do("mail", worker)
+    jobs = prefill.scheduler.prefill.jobs
+    longer, other, last = (jobs[attempts[name]] for name in ("longer", "other", "last"))
+    while longer.state == "waiting":
+        assert last.state == "waiting"  # it would fit
+        assert world.step(), "nothing moves any more"
+    assert other.state == "done"
+    finish(world)
+    for name, prompt in prompts.items():
+        assert world.answer(attempts[name]) == expected_answer(prompt, 8)
