@@ -213,10 +213,15 @@ class Cost(PlacementPolicy):
         return queue
 
     def _later(self, ask: Ask, fleet: Fleet, slot: int, seconds: float, now: float) -> Later | None:
+        """A worker may have as much before it as makes the fixed cost of a step small: prompts that
+        are there together are computed in one.
+        """
         backlog = float(fleet.busy_until[slot]) - now
-        if backlog <= self.weights.bind_ahead_s:
+        fixed_s = float(self.rates.prefill.coefficients[0])
+        ahead = max(self.weights.bind_ahead_s, self.weights.bind_ahead_steps * fixed_s)
+        if backlog <= ahead:
             return None
-        return Later(slot, seconds, now + backlog - self.weights.bind_ahead_s)
+        return Later(slot, seconds, now + backlog - ahead)
 
     def _holders(self, has: Holdings, cost: Floats) -> list[int]:
         """The decode workers that hold most of the prompt, those that may be chosen."""

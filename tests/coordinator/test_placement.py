@@ -94,6 +94,18 @@ def test_a_request_is_bound_only_when_its_worker_is_about_to_be_free() -> None:
     assert sides.chosen(now=4.76).prefill == 0
 
 
+def test_prompts_are_bound_together_where_a_step_costs_much_in_itself() -> None:
+    sides = Sides(queue=0.1, bind_ahead_s=0.25, bind_ahead_steps=16)
+    sides.policy.rates.prefill = FittedTime((0.1, 1e-3, 1e-12))
+    sides.hold(sides.prefill, 0, 10)
+    sides.prefill.busy_until[0] = 1.5
+    assert sides.chosen().prefill == 0
+    sides.prefill.busy_until[0] = 1.7
+    later = sides.choose()
+    assert isinstance(later, Later)
+    assert later.until == pytest.approx(0.1)
+
+
 def test_waiting_requests_queue_behind_each_other_but_not_behind_themselves() -> None:
     sides = Sides(queue=1.0, bind_ahead_s=100.0)
     sides.hold(sides.prefill, 0, 10)
