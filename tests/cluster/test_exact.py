@@ -50,10 +50,20 @@ def full_pages(cluster: Live, tokens: int) -> int:
     return tokens // cluster.config.page_size
 
 
-@pytest.mark.parametrize("cluster", SHAPES[:2], indirect=True)
+@pytest.mark.parametrize(
+    ("cluster", "every"),
+    [
+        pytest.param(SHAPES[0].values[0], 1, id="page1-page_first"),
+        # CI takes a part of the prompts with the other: its time is bounded.
+        pytest.param(SHAPES[1].values[0], 3, id="page16-page_first-some"),
+        pytest.param(SHAPES[1].values[0], 1, id="page16-page_first", marks=pytest.mark.slow),
+    ],
+    indirect=["cluster"],
+)
 def test_cold_and_warm_on_either_side(
-    cluster: Live, prompts: list[list[int]], judge: Judge
+    cluster: Live, every: int, prompts: list[list[int]], judge: Judge
 ) -> None:
+    prompts = prompts[::every]
     size = cluster.config.page_size
     at_once = 2 if size == 1 else 16
     total = sum(len(prompt) for prompt in prompts)
@@ -130,7 +140,14 @@ def test_turns_of_a_chat(cluster: Live, tokenizer: Tokenizer, judge: Judge) -> N
         messages.append({"role": "user", "content": follow_up or ""})
 
 
-@pytest.mark.parametrize("cluster", [SHAPES[0], *SHAPES[2:]], indirect=True)
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(SHAPES[0].values[0], id="page1-page_first", marks=pytest.mark.slow),
+        *SHAPES[2:],
+    ],
+    indirect=True,
+)
 def test_sixteen_at_once_cold_and_again(
     cluster: Live, prompts: list[list[int]], judge: Judge
 ) -> None:
