@@ -66,6 +66,7 @@ def test_namespaces_do_not_share(cluster: Live) -> None:
     assert cached == [0, 0, 49]
 
 
+@pytest.mark.slow  # test_retraction.py has memory pressure in every run
 def test_memory_pressure_loses_no_request(cluster: Live) -> None:
     """Demand far above the pool: answers wait, evict and resume, and all of them are exact."""
     prompts = [tokens(1500, seed=100 + i) for i in range(14)]

@@ -112,6 +112,9 @@ def tame(body: dict[str, Any]) -> dict[str, Any]:
         body["logit_bias"] = {str(int(key) % EOS): each for key, each in body["logit_bias"].items()}
     if not body.get("stream"):
         body.pop("stream_options", None)
+    body.pop("tools", None)  # whether they may be there, the model's template says
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [_message(each) for each in body["messages"]]
     if isinstance(body.get("sampling_params"), dict):
         body["sampling_params"] = tame(body["sampling_params"])
         body["sampling_params"].pop("sampling_seed", None)
@@ -119,6 +122,17 @@ def tame(body: dict[str, Any]) -> dict[str, Any]:
         key: _ids(value) if key in ("input_ids", "prompt", "stop_token_ids") else value
         for key, value in body.items()
     }
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what only other roles have, and with the content that all need."""
+    of = {"tool_calls": "assistant", "tool_call_id": "tool"}
+    kept = {
+        key: each
+        for key, each in message.items()
+        if of.get(key, message["role"]) == message["role"]
+    }
+    return kept | ({"content": "a"} if kept.get("content") is None else {})
 
 
 def whole_numbers(value: Any) -> Any:
