@@ -272,8 +272,8 @@ def test_strangers_at_the_listener(later: Callable[[Any], Any]) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0" * 36):
         with socket.create_connection(where, timeout=30) as sock:
             sock.sendall(garbage)
-            sock.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # it may have hung up already
+                sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
     assert not b.check_remote_metadata("s")
