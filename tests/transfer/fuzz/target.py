@@ -9,6 +9,7 @@ region, it writes the input to `crash-...` and ends with a status that is not 0.
 from __future__ import annotations
 
 import random
+import resource
 import sys
 from typing import Any
 
@@ -22,6 +23,8 @@ with atheris.instrument_imports(include=["pd_transfer"]):
 _NUMBERS = (-1, 0, 1, 2, 3, 64, 65536, 1 << 42, 1 << 63, (1 << 64) - 1)
 _PLACES = (*victim.regions, *peer.regions, *(place + victim.REGION for place in victim.regions))
 _LONGEST = 0xFFFF
+# Of address space; an input takes a quarter of it at most. More raises MemoryError.
+_MEMORY = 1 << 30
 
 
 def mutate(data: bytes, most: int, seed: int) -> bytes:
@@ -82,5 +85,9 @@ def _with_another_field(message: Message, rng: random.Random) -> Message:
 
 
 if __name__ == "__main__":
-    atheris.Setup(sys.argv, play, custom_mutator=mutate)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    # In the place of libFuzzer's own limit, which is held against ru_maxrss: a process inherits that
+    # from the one that started it, and a run of all tests has held gigabytes.
+    program, *options = sys.argv
+    atheris.Setup([program, "-rss_limit_mb=0", *options], play, custom_mutator=mutate)
     atheris.Fuzz()

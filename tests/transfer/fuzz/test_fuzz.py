@@ -106,8 +106,7 @@ def folders(tmp_path: Path, spoken: list[bytes]) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "limit",
     [
-        # Slow too until an end by libFuzzer's memory limit, seen once in CI, is understood.
-        pytest.param("-runs=1000", marks=pytest.mark.slow),
+        "-runs=1000",
         pytest.param("-max_total_time=600", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
