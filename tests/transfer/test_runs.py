@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pd_transfer.enums import nixl_mem_t
 from pd_transfer.errors import nixlNotAllowedError, nixlNotFoundError
 from pd_transfer.messages import Post, ProtocolError, pack_runs, unpack_runs
-from pd_transfer.regions import RegionTable
+from pd_transfer.regions import HOST, RegionTable
 from pd_transfer.runs import COPIED, IN_PLACE, OWN_MESSAGE, Packing, gather, merge, plan, scatter
 
 DRAM = nixl_mem_t.DRAM_SEG
@@ -144,6 +144,21 @@ def test_what_a_transfer_uses_stays_registered() -> None:
     regions.add(DRAM, table((100, 50, 0)))
     with pytest.raises(nixlNotFoundError):
         regions.admit([id], addresses, lengths)
+
+
+def test_a_transfer_uses_memory_of_one_place() -> None:
+    regions = RegionTable()
+    regions.add(DRAM, table((100, 50, 0), (200, 50, 3)))
+    regions.add(nixl_mem_t.VRAM_SEG, table((300, 50, 1)))
+    host, other, device = (region.id for region in regions.snapshot())
+    pieces = np.array([110, 210], np.uint64), np.array([5, 10], np.uint64)
+    assert regions.admit([host, other, host], *pieces) == HOST
+    assert regions.busy() == 3
+    regions.release([host, other, host])
+    here = np.array([110, 310], np.uint64), np.array([5, 10], np.uint64)
+    with pytest.raises(nixlNotFoundError, match="one place"):
+        regions.admit([host, device], *here)
+    assert not regions.busy()
 
 
 def announcement(addresses: bytes, lengths: bytes, uniform: int) -> Post:

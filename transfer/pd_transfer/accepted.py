@@ -136,9 +136,8 @@ class AcceptedLink(AcceptingLink):
             nixlBackendError: the GPU cannot be used.
         """
         regions = self.owner.state.regions
-        regions.admit(post.regions, addresses, lengths)
+        place = regions.admit(post.regions, addresses, lengths)
         try:
-            place = regions.place(post.regions)
             if not post.on_device:
                 if place is not HOST:
                     raise nixlNotFoundError("a GPU's memory cannot be reached like this")

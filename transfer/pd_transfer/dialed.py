@@ -6,6 +6,7 @@ import hmac
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from pd_transfer.dial import proof
 from pd_transfer.direct import Copy
@@ -39,8 +40,12 @@ from pd_transfer.state import Transfer
 from pd_transfer.ucx_wire import UcxWire
 from pd_transfer.wire import Receiving, Sending, Wire
 
+_NEWS: Final = (Done, Failed, Drained, Stopped, Granted)
+_OF_WRITES: Final = (Done, Drained)
+_OF_READS: Final = (Stopped, Granted)
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class _Operation:
     """A posted transfer. It ends when the peer has confirmed and UCX is done with our memory.
 
@@ -105,7 +110,7 @@ class DialedLink(DialingLink):
         the loop's business. UCX is spoken to by one thread alone.
         """
         operation = self._by_transfer.get(transfer)
-        if operation is None or isinstance(operation.job, Receiving | Copy):
+        if operation is None or isinstance(operation.job, (Receiving, Copy)):
             return False
         return (
             self.open
@@ -271,7 +276,7 @@ class DialedLink(DialingLink):
             error = refusal(message.code, f"{self.peer!r} refused: {message.text}")
             self.owner.loop.call(lambda: self._device_refused(error))
             return
-        if not isinstance(message, Done | Failed | Drained | Stopped | Granted):
+        if not isinstance(message, _NEWS):
             raise ProtocolError(f"unexpected {type(message).__name__}")
         operation = self._operations.get(message.id)
         if operation is None:
@@ -279,8 +284,7 @@ class DialedLink(DialingLink):
                 return  # a read that completed while its abort was on the way
             raise ProtocolError("news of a transfer that is not there")
         reading = operation.transfer.operation == nixl_xfer_op_t.NIXL_READ
-        of_writes = isinstance(message, Done | Drained)
-        if of_writes if reading else isinstance(message, Stopped | Granted):
+        if isinstance(message, _OF_WRITES if reading else _OF_READS):
             raise ProtocolError("news of another kind of transfer")
         match message:
             case Granted():

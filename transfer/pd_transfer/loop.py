@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
+from pd_transfer.spin import Spin
+
 logger: Final = logging.getLogger("pd_transfer")
 
 
@@ -112,6 +114,7 @@ class Loop:
 
     def _run(self) -> None:
         ready: list[tuple[int, int]] = []
+        poll, spin = self._epoll.poll, Spin()
         try:
             while True:
                 with self.turn:
@@ -119,7 +122,11 @@ class Loop:
                     if self._stopping and not self._calls:
                         return
                     timeout = self._work()
-                ready = self._epoll.poll(timeout)
+                # Only what has just been served is soon followed by more.
+                if ready and timeout != 0:
+                    ready = spin.wait(lambda: poll(0), partial(poll, timeout))
+                else:
+                    ready = poll(timeout)
         finally:
             with self._lock:
                 self._stopping = True

@@ -37,6 +37,7 @@ from pd_transfer.errors import (
 from pd_transfer.regions import Vector
 
 VERSION: Final = 4
+_LITTLE: Final = np.dtype("<u8")
 HEADER: Final = struct.Struct("<I")
 # Before its peer has proved itself, a connection cannot make us hold more than this.
 STRANGER_FRAME: Final = 16 * 1024
@@ -225,7 +226,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
 
 def pack_addresses(addresses: Vector) -> bytes:
-    return addresses.astype("<u8", copy=False).tobytes()
+    return addresses.astype(_LITTLE, copy=False).tobytes()
 
 
 def pack_runs(addresses: Vector, lengths: Vector) -> tuple[bytes, bytes, int]:
@@ -233,7 +234,7 @@ def pack_runs(addresses: Vector, lengths: Vector) -> tuple[bytes, bytes, int]:
     uniform = len(lengths) == 1 or bool(len(lengths)) and bool((lengths == lengths[0]).all())
     return (
         pack_addresses(addresses),
-        b"" if uniform else lengths.astype("<u8").tobytes(),
+        b"" if uniform else pack_addresses(lengths),
         int(lengths[0]) if uniform else 0,
     )
 
@@ -246,7 +247,7 @@ def unpack_runs(post: Post) -> tuple[Vector, Vector]:
     """
     if len(post.addresses) % 8 or len(post.lengths) % 8:
         raise ProtocolError("torn descriptors")
-    addresses = np.frombuffer(post.addresses, "<u8").astype(np.uint64, copy=False)
+    addresses = _unpack(post.addresses)
     if post.uniform:
         if not 0 < post.uniform <= MAX_TRANSFER_BYTES:
             raise ProtocolError("a length out of range")
@@ -258,7 +259,7 @@ def unpack_runs(post: Post) -> tuple[Vector, Vector]:
             raise ProtocolError("a transfer out of range")
         return addresses, lengths
     else:
-        lengths = np.frombuffer(post.lengths, "<u8").astype(np.uint64)
+        lengths = _unpack(post.lengths)
     if len(lengths) != len(addresses) or not lengths.all():
         raise ProtocolError("runs without lengths")
     if len(lengths) and int(lengths.max()) * len(lengths) > MAX_TRANSFER_BYTES * 1024:
@@ -276,7 +277,11 @@ def unpack_sources(post: Post) -> Vector:
     """
     if len(post.sources) != len(post.addresses):
         raise ProtocolError("runs without sources")
-    return np.frombuffer(post.sources, "<u8").astype(np.uint64, copy=False)
+    return _unpack(post.sources)
+
+
+def _unpack(packed: bytes) -> Vector:
+    return np.frombuffer(packed, _LITTLE).astype(np.uint64, copy=False)
 
 
 # Refusals cross the wire by NIXL's status values.

@@ -40,8 +40,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def place(self) -> Place:
-        kind = nixl_mem_t(self.kind)
-        return HOST if kind == HOST.kind else Place(kind, self.device)
+        if self.kind == HOST.kind:
+            return HOST
+        return Place(nixl_mem_t(self.kind), self.device)
 
 
 def locate(regions: Sequence[Region], kind: nixl_mem_t, rows: Rows) -> RegionIds:
@@ -113,6 +114,17 @@ def _containing(regions: Sequence[Region], addresses: Vector, lengths: Vector) -
         if region.address <= first and first + length <= region.address + region.length:
             return region
     return None
+
+
+def _common_place(regions: Sequence[Region]) -> Place:
+    """
+    Raises:
+        nixlNotFoundError: there is none.
+    """
+    places = {region.place for region in regions} or {HOST}
+    if len(places) > 1:
+        raise nixlNotFoundError("a transfer's memory lies in one place")
+    return places.pop()
 
 
 class RegionTable:
@@ -187,39 +199,35 @@ class RegionTable:
         Raises:
             nixlNotFoundError: one has been already.
         """
-        ids = list(ids)
         with self._lock:
-            if not self._regions.keys() >= set(ids):
+            self._hold(list(ids))
+
+    def _hold(self, ids: list[int]) -> None:
+        for id in ids:
+            if id not in self._regions:
                 raise nixlNotFoundError("the memory has been deregistered since")
-            for id in ids:
-                self._uses[id] = self._uses.get(id, 0) + 1
+        for id in ids:
+            self._uses[id] = self._uses.get(id, 0) + 1
 
-    def place(self, ids: Iterable[int]) -> Place:
-        """Where held regions lie.
-
-        Raises:
-            nixlNotFoundError: not all in one place.
-        """
-        with self._lock:
-            places = {self._regions[id].place for id in ids} or {HOST}
-        if len(places) > 1:
-            raise nixlNotFoundError("a transfer's memory lies in one place")
-        return places.pop()
-
-    def admit(self, ids: Iterable[int], addresses: Vector, lengths: Vector) -> None:
+    def admit(self, ids: Iterable[int], addresses: Vector, lengths: Vector) -> Place:
         """Hold exactly these regions for a peer's transfer of (R,) uint64 pieces inside them.
 
+        Returns:
+            Where they lie.
+
         Raises:
-            nixlNotFoundError: a region is gone, or a piece lies outside of those named.
+            nixlNotFoundError: a region is gone, a piece lies outside of those named, or these are
+                not all in one place.
         """
         ids = list(ids)
-        self.hold(ids)
+        with self._lock:
+            self._hold(ids)
+            # Each once: a peer may name one as often as it likes.
+            named = [self._regions[id] for id in dict.fromkeys(ids)]
         try:
-            with self._lock:
-                named = [self._regions[id] for id in ids]
-            if len(addresses) == 1 and _containing(named, addresses, lengths) is not None:
-                return
-            _require_all(_find(named, addresses, lengths), addresses, lengths)
+            if len(addresses) != 1 or _containing(named, addresses, lengths) is None:
+                _require_all(_find(named, addresses, lengths), addresses, lengths)
+            return _common_place(named)
         except nixlNotFoundError:
             self.release(ids)
             raise

@@ -26,6 +26,7 @@ _PAUSE: Final = 250e-6
 _LONG_PAUSE: Final = 1e-3
 
 PeerState = Literal["alive", "dead"]
+EventKind = Literal["notification", "transfer", "peer"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Event(NamedTuple):
     `handle` is ``int(handle)`` of the transfer that ended, 0 for the other kinds.
     """
 
-    kind: Literal["notification", "transfer", "peer"]
+    kind: EventKind
     peer: str
     handle: int = 0
 
@@ -93,6 +94,12 @@ class Transfer:
     posted_at: float = 0.0
     returned_at: float = 0.0
     ended_at: float = 0.0
+
+    def posted(self, at: float) -> Transfer:
+        """A post of what this is the template of."""
+        post = Transfer.__new__(Transfer)
+        post.__dict__.update(self.__dict__, posted_at=at)  # dataclasses.replace takes 5 us
+        return post
 
     @property
     def on_device(self) -> bool:
@@ -130,34 +137,38 @@ class State:
     def notified(self, peer: str, message: bytes) -> None:
         with self.lock:
             self._notifications.setdefault(peer, []).append(message)
-        self.count(notifications_received=1)
-        self._emit(Event("notification", peer))
+            self._counts["notifications_received"] += 1
+        self._emit("notification", peer)
 
     def finished(self, transfer: Transfer, error: Exception | None = None) -> None:
         assert not transfer.ended
         self.regions.release(transfer.local_regions)
-        if error is None:
-            done = "read" if transfer.operation == nixl_xfer_op_t.NIXL_READ else "written"
-            changes = _data(done, transfer.runs, transfer.descriptors)
-            with self.lock:
-                cost = self.costs.setdefault(transfer.peer, CostModel())
-                cost.learn(transfer.runs.nbytes, time.monotonic() - transfer.posted_at)
-            changes |= {"transfers_done": 1, "notifications_sent": int(bool(transfer.notification))}
-        elif isinstance(error, nixlCancelledError):
-            changes = {"transfers_aborted": 1}
-        else:
-            changes = {"transfers_failed": 1}
-        self.count(transfers_active=-1, **changes)
-        transfer.ended_at = time.monotonic()
+        now = time.monotonic()
+        with self.lock:
+            self._counts["transfers_active"] -= 1
+            if error is None:
+                reading = transfer.operation == nixl_xfer_op_t.NIXL_READ
+                self._moved("read" if reading else "written", transfer.runs, transfer.descriptors)
+                self._counts["transfers_done"] += 1
+                self._counts["notifications_sent"] += bool(transfer.notification)
+                cost = self.costs.get(transfer.peer)
+                if cost is None:
+                    cost = self.costs[transfer.peer] = CostModel()
+                cost.learn(transfer.runs.nbytes, now - transfer.posted_at)
+            else:
+                aborted = isinstance(error, nixlCancelledError)
+                self._counts["transfers_aborted" if aborted else "transfers_failed"] += 1
+        transfer.ended_at = now
         transfer.error = error
         transfer.ended = True
         if transfer.waiter is not None:
             transfer.waiter.release()
-        self._emit(Event("transfer", transfer.peer, transfer.handle))
+        self._emit("transfer", transfer.peer, transfer.handle)
 
     def served(self, operation: nixl_xfer_op_t, runs: Runs, descriptors: int) -> None:
         done = "served" if operation == nixl_xfer_op_t.NIXL_READ else "received"
-        self.count(**_data(done, runs, descriptors))
+        with self.lock:
+            self._moved(done, runs, descriptors)
 
     def lost(self, peer: str, generation: bytes) -> None:
         """The peer is dead and nothing from it can land any more."""
@@ -166,7 +177,7 @@ class State:
             if known is not None and known.metadata.generation == generation:
                 del self.peers[peer]
         self.count(peers_lost=1)
-        self._emit(Event("peer", peer))
+        self._emit("peer", peer)
 
     # What the agent asks.
 
@@ -208,23 +219,21 @@ class State:
         with self.lock:
             return Statistics(**self._counts)
 
-    def _emit(self, event: Event) -> None:
+    def _moved(self, how: str, runs: Runs, descriptors: int) -> None:
+        """With the lock held."""
+        self._counts["bytes_" + how] += runs.nbytes
+        self._counts["descriptors_" + how] += descriptors
+        self._counts["runs_" + how] += len(runs.lengths)
+
+    def _emit(self, kind: EventKind, peer: str, handle: int = 0) -> None:
         callback = self.callback
         if callback is None:
             return
         try:
-            callback(event)
+            callback(Event(kind, peer, handle))
         except Exception:
             # The application's mistake must not end the thread that moves everybody's data.
             logger.exception("the event callback of agent %r failed", self.name)
-
-
-def _data(done: str, runs: Runs, descriptors: int) -> dict[str, int]:
-    return {
-        f"bytes_{done}": runs.nbytes,
-        f"descriptors_{done}": descriptors,
-        f"runs_{done}": len(runs.lengths),
-    }
 
 
 class Backend(ABC):

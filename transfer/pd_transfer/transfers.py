@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -198,7 +198,7 @@ class TransferCalls(AgentBase):
         if template.peer != self.name and self._peer(template.peer).epoch != prepared.epoch:
             raise nixlNotFoundError(f"{template.peer!r} was removed and added again")
         self._state.regions.hold(template.local_regions)
-        post = prepared.post = replace(template, posted_at=time.monotonic())
+        post = prepared.post = template.posted(time.monotonic())
         self._state.count(transfers_active=1)
         if template.peer == self.name:
             self._loop_back(post)

@@ -86,8 +86,8 @@ def _with_another_field(message: Message, rng: random.Random) -> Message:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    # In the place of libFuzzer's own limit, which is held against ru_maxrss: a process inherits that
-    # from the one that started it, and a run of all tests has held gigabytes.
+    # In the place of libFuzzer's own limit, which is held against ru_maxrss: that is inherited from
+    # the process that started this one, and a run of all tests has held gigabytes.
     program, *options = sys.argv
     atheris.Setup([program, "-rss_limit_mb=0", *options], play, custom_mutator=mutate)
     atheris.Fuzz()
