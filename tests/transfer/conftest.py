@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from pd_transfer import FakeNetwork, agent, nixl_xfer_handle
+from pd_transfer.bench_hosts import NoNamespaces, ip, namespaces, two_hosts
 from tests.transfer.node import PAGE, PAGES, Node, RemoteNode, closing, eventually, rows
+
+Made = TypeVar("Made")
 
 SECRET = b"a secret of the cluster"
 
@@ -109,53 +110,35 @@ def world(request: pytest.FixtureRequest, later: Callable[[Any], Any]) -> World:
 
 # Hosts: network namespaces, joined by nothing but virtual cables.
 
-ADDRESSES = ("10.79.0.1", "10.79.0.2")
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
 
 @contextlib.contextmanager
-def _namespaces(*names: str) -> Iterator[tuple[str, ...]]:
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need iproute2")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+def _or_skip(made: contextlib.AbstractContextManager[Made]) -> Iterator[Made]:
     with contextlib.ExitStack() as stack:
-        for name in names:
-            try:
-                _ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            stack.callback(_ip, "netns", "del", name)
-        yield names
+        try:
+            there = stack.enter_context(made)
+        except NoNamespaces as reason:
+            pytest.skip(str(reason))
+        yield there
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
+def hosts() -> Iterator[tuple[list[str], list[str]]]:
     """Prefixes of commands that are to run on either host."""
-    with _namespaces(*(f"pdt{os.getpid()}{side}" for side in "ab")) as names:
-        ends = [f"v{os.getpid()}{side}" for side in "ab"]
-        _ip("link", "add", ends[0], "netns", names[0], "type", "veth",
-            "peer", "name", ends[1], "netns", names[1])  # fmt: skip
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield [["ip", "netns", "exec", name] for name in names]
+    with _or_skip(two_hosts()) as prefixes:
+        yield prefixes
 
 
 @pytest.fixture
 def neighbour() -> Iterator[tuple[list[str], str, str]]:
     """A host beside this one: a prefix of commands that are to run there, our address and its."""
-    with _namespaces(f"pdn{os.getpid()}") as (name,):
+    name = f"pdn{os.getpid()}"
+    with _or_skip(namespaces(name)):
         # A network of this run's own: two may be under way at once.
         net = f"10.{80 + os.getpid() // 256 % 32}.{os.getpid() % 256}"
         end, ours, theirs = f"w{os.getpid()}", f"{net}.1", f"{net}.2"
         # Goes with the namespace that the other end is in.
-        _ip("link", "add", end, "type", "veth", "peer", "name", end, "netns", name)
+        ip("link", "add", end, "type", "veth", "peer", "name", end, "netns", name)
         for where, address in ([], ours), (["-n", name], theirs):
-            _ip(*where, "address", "add", f"{address}/24", "dev", end)
-            _ip(*where, "link", "set", end, "up")
+            ip(*where, "address", "add", f"{address}/24", "dev", end)
+            ip(*where, "link", "set", end, "up")
         yield ["ip", "netns", "exec", name], ours, theirs

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from pd_transfer import bench
-from tests.transfer.conftest import ADDRESSES, SECRET
+from pd_transfer.bench_hosts import ADDRESSES, NoNamespaces
+from tests.transfer.conftest import SECRET
 from tests.transfer.node import RemoteNode, eventually
 
 MIB = 1 << 20
 TCP = {"TLS": "tcp,self"}
 
 
-def test_pages_move_between_hosts(later: Callable[[Any], Any], hosts: list[list[str]]) -> None:
+def test_pages_move_between_hosts(
+    later: Callable[[Any], Any], hosts: tuple[list[str], list[str]]
+) -> None:
     i, t = (
         later(
             RemoteNode(
@@ -41,14 +46,13 @@ def test_pages_move_between_hosts(later: Callable[[Any], Any], hosts: list[list[
     i.deregister()
 
 
-def test_the_bench_measures_between_hosts(hosts: list[list[str]]) -> None:
-    figures = bench.run(
-        [65536],
-        total=MIB,
-        repeats=1,
-        round_trips=10,
-        options={"transport": "network", "settings": TCP, "hosts": ADDRESSES},
-        environment={"UCX_TLS": "tcp,self"},
-        prefixes=(hosts[0], hosts[1]),
-    )
+def test_the_bench_measures_between_hosts() -> None:
+    try:
+        figures = bench.between_hosts([65536], total=MIB, repeats=1, round_trips=10)
+    except NoNamespaces as reason:
+        pytest.skip(str(reason))
     assert figures["write.scattered.65536.ours_gbps"] > 0
+    assert figures["write.scattered.65536.tcp_ratio"] > 0
+    header, first, *_ = bench.summary(figures).splitlines()
+    assert "ours/socket" in header
+    assert f"{figures['write.contiguous.65536.tcp_ratio']:.2f}" in first

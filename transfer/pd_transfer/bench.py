@@ -6,19 +6,19 @@ import importlib.util
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from pd_transfer.bench_hosts import ADDRESSES, two_hosts
 from pd_transfer.bench_node import orders
+from pd_transfer.bench_pair import Pair
 
 logger: Final = logging.getLogger("pd_transfer")
 
@@ -29,7 +29,6 @@ PAGE: Final = 23_040
 # Repeats of a contender's turn, and those before them that do not count.
 _TURN: Final = 10
 _WARM_UP: Final = 1
-_SCRIPT: Final = Path(__file__).with_name("bench_node.py")
 
 
 def run(
@@ -61,7 +60,8 @@ def run(
         nixl_python: an interpreter that has `nixl_cu12`; else the environment's `PD_NIXL_PYTHON`;
             else this one if it has; else NIXL is left out.
         options: of `pd_transfer.ucx.UcxOptions`, for both sides. Besides, ``hosts``, the addresses
-            of both; then a plain TCP socket takes part too, ``tcp_gbps``.
+            of both; then a plain TCP socket takes part too, ``tcp_gbps``, and ``tcp_ratio``, ours
+            by it.
         environment: for all processes, e.g. ``{"UCX_TLS": "tcp,self"}``.
         prefixes: commands that start the initiator and the target elsewhere, e.g. in a network
             namespace.
@@ -86,9 +86,9 @@ def run(
     figures: dict[str, float] = {}
     with ExitStack() as stack:
 
-        def pair(library: str, python: str) -> _Pair:
+        def pair(library: str, python: str) -> Pair:
             return stack.enter_context(
-                _Pair(library, python, total, dict(options or {}), environment, prefixes)
+                Pair(library, python, total, dict(options or {}), environment, prefixes)
             )
 
         ours = pair("ours", sys.executable)
@@ -121,11 +121,30 @@ def run(
     return figures
 
 
+def between_hosts(sizes: Sequence[int] = DEFAULT_SIZES, **shape: Any) -> dict[str, float]:
+    """The same between two network namespaces of this machine, over tcp, beside a plain socket.
+
+    Args:
+        shape: of `run`.
+
+    Raises:
+        NoNamespaces: they need root and iproute2.
+    """
+    with two_hosts() as prefixes:
+        return run(
+            sizes,
+            options={"transport": "network", "settings": {"TLS": "tcp,self"}, "hosts": ADDRESSES},
+            environment={"UCX_TLS": "tcp,self"},
+            prefixes=prefixes,
+            **shape,
+        )
+
+
 def _compare(
     name: str,
     case: tuple[str, int, str],
     contenders: Mapping[str, Any],
-    pairs: Mapping[str, _Pair],
+    pairs: Mapping[str, Pair],
     total: int,
     repeats: int,
     seed: int,
@@ -155,6 +174,8 @@ def _compare(
         moves = sum(_WARM_UP + min(_TURN, repeats - done) for done in range(0, repeats, _TURN))
         moves *= 2 if who == "nixl" else 1
         figures[f"{name}.{who}_cpu_s_per_gb"] = (pair.cpu() - before[who]) / moves / moved * 1e9
+    if "tcp" in speeds:
+        figures |= _ratio(f"{name}.tcp_ratio", speeds["ours"], speeds["tcp"])
     if "nixl" in speeds:
         figures |= _ratio(f"{name}.nixl_ratio", speeds["ours"], speeds["nixl"])
         figures |= _ratio(f"{name}.noise_ratio", speeds["again"], speeds["nixl"])
@@ -175,7 +196,7 @@ def _ratio(name: str, mine: list[float], theirs: list[float]) -> dict[str, float
     }
 
 
-def _busy(ours: _Pair, order: str, size: int, repeats: int) -> dict[str, float]:
+def _busy(ours: Pair, order: str, size: int, repeats: int) -> dict[str, float]:
     idle, busy = [], []
     for _ in range(repeats):
         with ours.running():
@@ -187,7 +208,7 @@ def _busy(ours: _Pair, order: str, size: int, repeats: int) -> dict[str, float]:
     return {f"write.{order}.{size}.busy_ratio": float(ratio)}
 
 
-def _round_trips(ours: _Pair, nixl: _Pair | None, echo: _Pair, count: int) -> dict[str, float]:
+def _round_trips(ours: Pair, nixl: Pair | None, echo: Pair, count: int) -> dict[str, float]:
     contenders = {"": ours, "socket_": echo} | ({"nixl_": nixl} if nixl else {})
     trips: dict[str, list[float]] = {who: [] for who in contenders}
     for _ in range(10):
@@ -198,121 +219,6 @@ def _round_trips(ours: _Pair, nixl: _Pair | None, echo: _Pair, count: int) -> di
     figures = {f"{who}roundtrip_us": float(np.median(t)) * 1e6 for who, t in trips.items()}
     figures["roundtrip_p99_us"] = float(np.percentile(trips[""], 99)) * 1e6
     return figures
-
-
-class _Process:
-    def __init__(
-        self,
-        python: str,
-        prefix: Sequence[str],
-        environment: Mapping[str, str] | None,
-        *opening: Any,
-    ) -> None:
-        self._process = subprocess.Popen(
-            # -P: the script's folder is a package's inside, and no place to import from.
-            [*prefix, python, "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "NIXL_LOG_LEVEL": "ERROR", **(environment or {})},
-        )
-        self.call("open", *opening)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """
-        Raises:
-            RuntimeError: the process has ended.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"a process of the bench ended with {self._process.wait()}")
-        return json.loads(answer)
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-class _Pair:
-    """An initiator and a target that have met."""
-
-    def __init__(
-        self,
-        library: str,
-        python: str,
-        total: int,
-        options: dict[str, Any],
-        environment: Mapping[str, str] | None,
-        prefixes: tuple[Sequence[str], Sequence[str]],
-    ) -> None:
-        hosts = options.pop("hosts", ("127.0.0.1", "127.0.0.1"))
-        with ExitStack() as stack:
-            self.initiator, self.target = (
-                self._start(
-                    stack,
-                    python,
-                    prefix,
-                    environment,
-                    library,
-                    role,
-                    total,
-                    {**options, "host": host},
-                )
-                for role, prefix, host in zip(("initiator", "target"), prefixes, hosts, strict=True)
-            )
-            hello = self.target.call("hello")
-            self.initiator.call("meet", hello["metadata"], hello["address"])
-            self._stack = stack.pop_all()
-            self._signal(signal.SIGSTOP)
-
-    @staticmethod
-    def _start(
-        stack: ExitStack,
-        python: str,
-        prefix: Sequence[str],
-        environment: Mapping[str, str] | None,
-        *opening: Any,
-    ) -> _Process:
-        process = _Process(python, prefix, environment, *opening)
-        stack.callback(process.close)
-        return process
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Otherwise the two are stopped: a contender must not take the others' cores."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def move(
-        self, operation: str, size: int, order: str, seed: int, repeats: int = 1
-    ) -> list[float]:
-        with self.running():
-            seconds = self.initiator.call("move", operation, size, order, repeats, seed)
-        return [float(each) for each in seconds]
-
-    def cpu(self) -> float:
-        with self.running():
-            return float(self.initiator.call("cpu") + self.target.call("cpu"))
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in (self.initiator, self.target):
-            process.signal(number)
-
-    def __enter__(self) -> _Pair:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
 
 
 class _Memcpy:
@@ -345,11 +251,15 @@ class _Memcpy:
         return time.perf_counter() - start
 
 
+_IN_THE_TABLE: Final = ("nixl_ratio", "noise_ratio", "tcp_ratio")
+
+
 def summary(figures: Mapping[str, float]) -> str:
     """A table, a line a case: speeds, and ours by NIXL's beside NIXL's by its own."""
     rows = [
         f"{'GB/s, 90th percentiles':30}{'ours':>8}{'NIXL':>8}{'memcpy':>8}{'socket':>8}"
-        f"{'ours/NIXL':>11}{'paired median [95 %]':>24}{'NIXL/itself [95 %]':>24}"
+        f"{'ours/socket':>13}{'ours/NIXL':>11}{'paired median [95 %]':>24}"
+        f"{'NIXL/itself [95 %]':>24}"
     ]
     for name in figures:
         case, _, figure = name.rpartition(".")
@@ -357,6 +267,8 @@ def summary(figures: Mapping[str, float]) -> str:
             continue
         speeds = [figures.get(f"{case}.{who}_gbps") for who in ("ours", "nixl", "memcpy", "tcp")]
         row = f"{case:30}" + "".join(f"{x:8.2f}" if x is not None else f"{'-':>8}" for x in speeds)
+        socket = figures.get(f"{case}.tcp_ratio")
+        row += f"{socket:13.2f}" if socket is not None else f"{'-':>13}"
         if f"{case}.nixl_ratio" in figures:
             row += f"{figures[f'{case}.nixl_ratio']:11.2f}"
             for ratio in ("nixl_ratio", "noise_ratio"):
@@ -374,12 +286,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES))
+    parser.add_argument("--mib", type=int, default=256, help="of a transfer")
+    parser.add_argument("--round-trips", type=int, default=300)
+    parser.add_argument(
+        "--namespaces",
+        action="store_true",
+        help="between two network namespaces, over tcp (root)",
+    )
     parser.add_argument("--nixl-python", help="an interpreter that has nixl_cu12")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
-    figures = run(given.sizes, repeats=given.repeats, nixl_python=given.nixl_python)
+    figures = (between_hosts if given.namespaces else run)(
+        given.sizes,
+        total=given.mib * 1024 * KIB,
+        repeats=given.repeats,
+        round_trips=given.round_trips,
+        nixl_python=given.nixl_python,
+    )
     for name, value in figures.items():
-        if not any(part in name for part in ("_gbps", "ratio_", "nixl_ratio", "noise_ratio")):
+        if not any(
+            part in name for part in ("_gbps", "ratio_", "nixl_ratio", "noise_ratio", "tcp_ratio")
+        ):
             print(f"{name:52} {value:10.3f}")
     print(summary(figures))
     if given.json:
