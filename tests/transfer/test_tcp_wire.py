@@ -125,6 +125,31 @@ def test_the_end_of_the_other_side_is_told_also_while_a_message_is_held() -> Non
         end.close()
 
 
+def test_the_thread_is_woken_by_portions_and_never_waits_for_more_than_is_due(
+    later: Callable[[Any], Any],
+) -> None:
+    one, other = tcp_pair()
+    end = later(End(one))
+    target = np.zeros(1 << 20, np.uint8)
+    end.receive(1, target, [(0, 1 << 20)])
+
+    def wanted() -> int:
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    assert wanted() == 1  # a header
+    other.sendall(HEAD.pack(b"PDT1", 0, 1, 1 << 20) + b"7")
+    eventually(lambda: wanted() > 1000)
+    portion = wanted()
+    # The rest of what is due is less than a portion: were that waited for, it would be for ever.
+    other.sendall(b"7" * ((1 << 20) - 10_001))
+    eventually(lambda: wanted() == 10_000 < portion)
+    other.sendall(b"7" * 10_000)
+    assert end.told() == "received 1"
+    assert (target == ord("7")).all()
+    eventually(lambda: wanted() == 1)
+    other.close()
+
+
 def headers() -> st.SearchStrategy[bytes]:
     magic = st.sampled_from([b"PDT1", b"PDT0", b"\0\0\0\0"])
     index, id = st.integers(0, 3), st.integers(0, 4)
