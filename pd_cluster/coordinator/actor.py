@@ -15,6 +15,7 @@ from pd_cluster.config import Config
 from pd_cluster.coordinator.state import Answer, CoordinatorState
 from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.coordinator.wishes import Wishes
+from pd_cluster.heap import freeze_heap
 from pd_cluster.observability.scrape import MetricsEndpoint
 from pd_cluster.observability.snapshots import (
     CoordinatorSnapshot,
@@ -63,6 +64,7 @@ class CoordinatorActor:
                 model=config.served_model_name or spec.model_id,
                 heartbeat_s=config.timeouts.heartbeat_s,
             )
+        freeze_heap()
         threading.Thread(target=self._tick_forever, name="tick", daemon=True).start()
 
     @ray.method(concurrency_group="place")

@@ -213,12 +213,12 @@ class Cost(PlacementPolicy):
         return queue
 
     def _later(self, ask: Ask, fleet: Fleet, slot: int, seconds: float, now: float) -> Later | None:
-        """A worker may have as much before it as makes the fixed cost of a step small: prompts that
-        are there together are computed in one.
+        """A worker may have as much before it as fills a step: prompts that are there together are
+        computed in one.
         """
         backlog = float(fleet.busy_until[slot]) - now
-        fixed_s = float(self.rates.prefill.coefficients[0])
-        ahead = max(self.weights.bind_ahead_s, self.weights.bind_ahead_steps * fixed_s)
+        step_s = float(self.rates.prefill_s(self.weights.bind_ahead_tokens, 0))
+        ahead = max(self.weights.bind_ahead_s, step_s - seconds)
         if backlog <= ahead:
             return None
         return Later(slot, seconds, now + backlog - ahead)

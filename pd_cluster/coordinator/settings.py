@@ -39,6 +39,9 @@ class Scheduling:
             retraction_policy=config.retraction_policy,
             max_queued_per_tenant=config.max_queued_per_tenant,
             max_running_per_tenant=config.max_running_per_tenant,
+            weights=Weights(
+                bind_ahead_tokens=config.max_prefill_tokens or config.chunked_prefill_size
+            ),
             limits=RouteLimits(
                 pull="remote+pull" in config.routes,
                 local="local" in config.routes,

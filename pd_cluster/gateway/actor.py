@@ -19,6 +19,7 @@ from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
 from pd_cluster.gateway.driver import Driver, RunningRequest
 from pd_cluster.gateway.gate import Gate
+from pd_cluster.heap import freeze_heap
 from pd_cluster.mail import Mail
 from pd_cluster.model.config import load_config
 from pd_cluster.model.generation import default_sampling
@@ -259,6 +260,7 @@ class GatewayActor:
             await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{advertised_host(host, node_address())}:{port}"
+        freeze_heap()
         return self._url
 
     async def watch(self) -> None:

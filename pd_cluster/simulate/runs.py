@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pd_cluster.coordinator.choice import RouteLimits
+from pd_cluster.coordinator.choice import RouteLimits, Weights
 from pd_cluster.coordinator.placement import POLICIES
 from pd_cluster.coordinator.settings import Scheduling
 from pd_cluster.errors import ConfigError
@@ -47,6 +47,7 @@ class Experiment:
         scheduling = Scheduling(
             placement=placement,
             schedule_policy=self.schedule_policy,
+            weights=Weights(bind_ahead_tokens=self.shape.chunk_tokens),
             limits=limits,
             priors=priors(self.times),
             seed=self.seed,

@@ -90,6 +90,7 @@ class SimulatedWorker:
             eos_token_ids=(),
             max_running=max_running,
             chunk_tokens=chunk_tokens,
+            gather=True,
             local_tokens=local_tokens,
             prefill_s=FOREVER,
             transfer_s=FOREVER,
@@ -164,6 +165,8 @@ class SimulatedWorker:
         batch, instructions = self.scheduler.plan(self._clock.now)
         self._obey(instructions)  # also where there are none: pages may have been evicted
         if batch is None:
+            if self.scheduler.resume_at > self._clock.now:
+                self._clock.at(self.scheduler.resume_at, self._compute)
             return
         self._computing = True
         steps = count_quiet(self.scheduler, batch)

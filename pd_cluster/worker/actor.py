@@ -11,9 +11,9 @@ import queue
 import secrets
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar, get_args
@@ -22,7 +22,9 @@ import ray
 import torch
 
 from pd_cluster.config import Config
+from pd_cluster.draw import Drawn
 from pd_cluster.errors import WireError
+from pd_cluster.heap import freeze_heap
 from pd_cluster.mail import Mail
 from pd_cluster.nodes import attach, model_folder
 from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram, WorkerSnapshot
@@ -54,6 +56,7 @@ from pd_cluster.worker.cache import make_cache, store_name
 from pd_cluster.worker.engine import Engine
 from pd_cluster.worker.instructions import (
     AbortTransfer,
+    Batch,
     Connect,
     Deliver,
     Event,
@@ -68,7 +71,7 @@ from pd_cluster.worker.instructions import (
 )
 from pd_cluster.worker.kv_feed import KvFeed
 from pd_cluster.worker.kv_publisher import make_kv_events
-from pd_cluster.worker.scheduler import WorkerScheduler
+from pd_cluster.worker.scheduler import ADDING, WorkerScheduler
 from pd_cluster.worker.tier_figures import tier_figures
 from pd_cluster.worker.transfer_agent import make_transfer_agent
 from pd_cluster.worker.transport import Transport
@@ -98,8 +101,14 @@ POSTED = (
 WORKER_GROUPS = {"messages": 1, "control": 100}
 
 
+def _wake_up() -> None:
+    """Means nothing but that there is something to look at."""
+
+
 class WorkerActor:
-    """One worker. Everything but the mailbox belongs to its thread."""
+    """One worker. Everything but the mailbox belongs to its thread; a second one runs the engine,
+    so that what comes meanwhile need not wait for the step's end.
+    """
 
     def __init__(self, spec: ClusterSpec, name: str, role: Role) -> None:
         config = self.config = Config.model_validate_json(spec.config)
@@ -109,8 +118,10 @@ class WorkerActor:
         self._mailbox: queue.SimpleQueue[Event | AgentEvent | Callable[[], None]] = (
             queue.SimpleQueue()
         )
+        self._held: deque[Event | AgentEvent | Callable[[], None]] = deque()  # until a step is over
         self.engine = Engine.load(model_folder(spec.model_folder, config.model), config)
-        self.engine.warm_up()
+        self._compute = ThreadPoolExecutor(1, "engine")
+        self._compute.submit(self.engine.warm_up).result()
         self.signature = self.engine.signature(spec.model_id)
         attachment = attach(config, local=spec.local)
         self.host = attachment.host
@@ -143,6 +154,7 @@ class WorkerActor:
             step_tokens=config.max_prefill_tokens,
             local_tokens=config.local_prefill_size,
             keep_answers=not config.strip_thinking_cache,
+            gather=True,
             prefill_s=config.timeouts.prefill_s,
             transfer_s=config.timeouts.transfer_s,
             drain_s=config.timeouts.drain_s,
@@ -152,7 +164,8 @@ class WorkerActor:
         self._report_now = threading.Event()  # there is room that somebody may wait for
         self._refused: str | None = None
         self._snapshots = 0
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        freeze_heap()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
         threading.Thread(target=self._report_forever, name="reports", daemon=True).start()
 
     # --- methods for other actors ---
@@ -267,8 +280,12 @@ class WorkerActor:
             # With nothing to do there are no deadlines: sleep until there is mail.
             quiet = self.scheduler.idle and not self.kv_feed.pending
             idle_s = IDLE_S if quiet else TICK_S
-            for item in self._receive(wait_s=0.0 if busy else idle_s):
-                self._take(item)
+            gathers_s = self.scheduler.resume_at - time.monotonic()
+            if gathers_s > 0:
+                idle_s = min(idle_s, gathers_s)
+            self._receive(wait_s=0.0 if busy or self._held else idle_s)
+            while self._held:
+                self._take(self._held.popleft())
             now = time.monotonic()
             if now >= next_tick:
                 self._obey(self.scheduler.tick(now))
@@ -278,7 +295,7 @@ class WorkerActor:
             busy = batch is not None
             if batch is not None:
                 started = time.monotonic()
-                drawn = self.engine.run(batch)
+                drawn = self._run_step(batch)
                 now = time.monotonic()
                 self.kv_feed.measure(batch, now - started)
                 self._obey(self.scheduler.computed(batch, drawn, now))
@@ -289,15 +306,36 @@ class WorkerActor:
             if self.kv_events is not None:
                 self.kv_events.tell(events)
 
-    def _receive(self, wait_s: float) -> list[Event | AgentEvent | Callable[[], None]]:
-        """All that is in the mailbox; waits for the first if it is empty."""
-        items = []
+    def _run_step(self, batch: Batch) -> list[Drawn]:
+        """What the engine drew. Of what comes meanwhile, in its order, all is handled up to the
+        first that has to wait.
+        """
+        step = self._compute.submit(self.engine.run, batch)
+        step.add_done_callback(lambda _: self._mailbox.put(_wake_up))
+        while not step.done():
+            self._held.append(self._mailbox.get())
+            self._take_what_adds()
+        return step.result()
+
+    def _take_what_adds(self) -> None:
+        while self._held:
+            item = self._held[0]
+            if isinstance(item, AgentEvent):
+                self._held.popleft()
+                self._held.extendleft(reversed(self.transport.translate(item)))
+            elif isinstance(item, ADDING):
+                self._take(self._held.popleft())
+            else:
+                return
+
+    def _receive(self, wait_s: float) -> None:
+        """Takes all that is in the mailbox; waits for the first if it is empty."""
         try:
-            items.append(self._mailbox.get(block=wait_s > 0, timeout=wait_s or None))
+            self._held.append(self._mailbox.get(block=wait_s > 0, timeout=wait_s or None))
             while True:
-                items.append(self._mailbox.get_nowait())
+                self._held.append(self._mailbox.get_nowait())
         except queue.Empty:
-            return items
+            pass
 
     def _take(self, item: Event | AgentEvent | Callable[[], None]) -> None:
         if callable(item):

@@ -93,7 +93,6 @@ class DecodeSequences:
         self.transfer_s = transfer_s
         self.drain_s = drain_s
         self.sequences: OrderedDict[AttemptId, Sequence] = OrderedDict()
-        self.copies: list[tuple[int, int]] = []  # to be made before the next step
         self._tombstones = Tombstones()
         # Counters for metrics and for the accounts of the tests.
         self.reserved_pages = 0
@@ -258,14 +257,19 @@ class DecodeSequences:
                 out += self._retract(seq, "scale_in", "its worker is to leave", now)
         return out
 
-    def plan_local(self, budget: int, chunk: int) -> list[Row]:
-        """Rows of the prompts that are computed here: `budget` tokens together, `chunk` each."""
+    def plan_local(self, budget: int, chunk: int) -> tuple[list[Row], list[tuple[int, int]]]:
+        """Rows of the prompts that are computed here, `budget` tokens together and `chunk` each;
+        and the page copies to make before.
+        """
         rows: list[Row] = []
+        copies: list[tuple[int, int]] = []
         for seq in self.sequences.values():
             if seq.state == "computing" and budget > 0:
                 rows.append(self._row(seq, min(seq.start_len, seq.kv_len + min(budget, chunk))))
                 budget -= len(rows[-1].tokens)
-        return rows
+                copies += seq.copies
+                seq.copies = []
+        return rows, copies
 
     def computed_row(
         self, row: Row, token: int | None, logprobs: TokenLogprobs | None, now: float
@@ -434,7 +438,7 @@ class DecodeSequences:
         first = seq.table.published
         self.resident_pages += first
         if local:
-            self.copies += copies
+            seq.copies = copies
             seq.kv_len = cached
             seq.move("computing", now)
             return []

@@ -288,6 +288,11 @@ class PrefillJobs:
         return sum(job.state == "waiting" for job in self.jobs.values())
 
     @property
+    def computing(self) -> int:
+        """Prompts that are not computed yet."""
+        return sum(job.state in ("waiting", "pulling", "running") for job in self.jobs.values())
+
+    @property
     def running(self) -> int:
         return len(self.jobs) - self.waiting
 

@@ -28,6 +28,7 @@ from pd_cluster.types import (
     WorkerId,
 )
 from pd_cluster.worker.decode import DecodeSequences
+from pd_cluster.worker.gathering import Gathering
 from pd_cluster.worker.instructions import (
     CORRUPT,
     Batch,
@@ -42,6 +43,9 @@ from pd_cluster.worker.prefill import PrefillJobs
 
 # Steps of fewer prompt tokens than this are not taken as a measure of how fast they are computed.
 MEASURED_TOKENS = 32
+# What only adds to the work: it takes nothing away that a step uses which is being computed, so it
+# is handled meanwhile. All else waits for the step's end, and what came after it too.
+ADDING = (StartAttempt, StartPrefill, PagesWritten, FirstToken)
 
 
 class WorkerScheduler:
@@ -60,11 +64,14 @@ class WorkerScheduler:
         step_tokens: int | None = None,
         local_tokens: int,
         keep_answers: bool = True,
+        gather: bool = False,
         prefill_s: float,
         transfer_s: float,
         drain_s: float,
     ) -> None:
         self.cache = cache
+        self.gathering = Gathering() if gather else None
+        self._begins = False  # whether the step that is being computed is the first of its prompts
         self.tiers = cache if isinstance(cache, TieredCache) else None
         self.worker = worker
         self._planned = 0.0
@@ -95,6 +102,9 @@ class WorkerScheduler:
             case CancelAttempt():
                 return self.decode.cancel(event, now)
             case StartPrefill():
+                if self.gathering is not None:
+                    idle = not self.prefill.computing and not self.decode.count("running")
+                    self.gathering.arrived(now, idle=idle)
                 return self.prefill.start(event, now)
             case AbortPrefill():
                 return self.prefill.abort(event, now)
@@ -134,22 +144,31 @@ class WorkerScheduler:
         return [] if self.tiers is None else self.tiers.take_ops()
 
     def plan(self, now: float) -> tuple[Batch | None, list[Instruction]]:
-        """The next step, or None when nothing can be computed now; and what to start beside it."""
+        """The next step, or None when nothing can be computed now; and what to start beside it.
+
+        Where prompts are waited for, `resume_at` says until when at most.
+        """
         self._planned = now
         decode, out = self.decode.plan(now)
         # Running sequences wait for a whole step: with them in it, a local prompt comes in slices.
         local_budget = self.local_tokens if decode else self.step_tokens
-        local = self.decode.plan_local(local_budget, self.chunk_tokens)
+        local, local_copies = self.decode.plan_local(local_budget, self.chunk_tokens)
         budget = self.step_tokens - sum(len(row.tokens) for row in local)
+        if not decode and not local and self._gathers(now):
+            return None, out
         prefill, copies, more = self.prefill.plan(budget, now, self.chunk_tokens)
-        copies, self.decode.copies = self.decode.copies + copies, []
         rows = local + prefill
-        batch = Batch(decode, rows, copies) if decode or rows else None
+        batch = Batch(decode, rows, local_copies + copies) if decode or rows else None
         return batch, out + more
 
     def computed(self, batch: Batch, drawn: list[Drawn], now: float) -> list[Instruction]:
-        """The engine has run `batch`; `drawn` has one entry for each row that asked."""
+        """The engine has run `batch`; `drawn` has one entry for each row that asked. Since it was
+        planned, no event was handled but those that are ADDING.
+        """
         self._measure(sum(len(row.tokens) for row in batch.prefill), now - self._planned)
+        if self._begins and self.gathering is not None:
+            self.gathering.ended(now - self._planned)
+            self._begins = False
         out: list[Instruction] = []
         tokens = iter(drawn)
         for row in batch.rows:
@@ -159,6 +178,20 @@ class WorkerScheduler:
             else:
                 out += self.prefill.computed_row(row, token, logprobs, now, scores)
         return out
+
+    @property
+    def resume_at(self) -> float:
+        """When to plan again though nothing happens before; 0 where nobody is waited for."""
+        return 0.0 if self.gathering is None else self.gathering.begin_at()
+
+    def _gathers(self, now: float) -> bool:
+        """Whether the prompts that are here wait for others."""
+        if self.gathering is None or not self.prefill.waiting:
+            return False
+        if self.prefill.waiting < self.prefill.computing:
+            return False  # some are being computed
+        self._begins = now >= self.gathering.begin_at()
+        return not self._begins
 
     def failed_transfers(self) -> dict[str, int]:
         """How many failed so far, by reason."""

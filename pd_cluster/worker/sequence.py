@@ -59,6 +59,7 @@ class Sequence(Tracked[SequenceState]):
         self.host_hit = self.disk_hit = 0  # of `resident`
         self.page_size = cache.page_size
         self.table = PageTable(cache)
+        self.copies: list[tuple[int, int]] = []  # of pages, before its first row is computed
         self.resident = 0  # prompt tokens that were here when the pages were reserved
         self.in_flight: IntArray = np.empty(0, np.int32)  # pages that prefill may touch
         self.landed = np.empty(0, np.bool_)  # which pages of the reservation have been confirmed

@@ -49,7 +49,7 @@ from pd_cluster.worker.instructions import (
     VerifyPages,
     WritePages,
 )
-from pd_cluster.worker.scheduler import WorkerScheduler
+from pd_cluster.worker.scheduler import ADDING, WorkerScheduler
 
 VOCAB = 50
 EOS = 0
@@ -106,6 +106,7 @@ class FakeWorker:
             drain_s=1e6,
         )
         self.mailbox: deque[Event] = deque()
+        self.step: Batch | None = None  # that is being computed
         self.connected: set[WorkerId] = set()
 
     def run(self, batch: Batch) -> list[Drawn]:
@@ -249,11 +250,21 @@ class World:
     def step(self) -> bool:
         """One random thing that can happen; False if nothing can."""
         self.now += 1.0
-        choices: list[tuple[str, object]] = [("mail", w) for w in self.workers if w.mailbox]
-        choices += [("land", t) for t in self.transfers]
-        choices += [("compute", w) for w in self.workers if not w.scheduler.idle]
+        choices = self.possible()
         self.rng.shuffle(choices)
         return any(self._do(kind, subject) for kind, subject in choices)
+
+    def possible(self) -> list[tuple[str, object]]:
+        choices: list[tuple[str, object]] = [("land", t) for t in self.transfers]
+        for worker in self.workers:
+            if worker.step is not None:
+                choices.append(("end", worker))
+            elif not worker.scheduler.idle:
+                choices.append((self.rng.choice(("begin", "compute")), worker))
+            adds = worker.mailbox and isinstance(worker.mailbox[0], ADDING)
+            if worker.mailbox and (worker.step is None or adds):
+                choices.append(("mail", worker))
+        return choices
 
     def run(self, limit: int = 200_000) -> None:
         """Until nothing more can happen."""
@@ -286,13 +297,13 @@ class World:
             self._land(subject)
         else:
             assert isinstance(subject, FakeWorker)
-            return self._compute(subject)
+            return getattr(self, f"_{kind}")(subject)  # type: ignore[no-any-return]
         return True
 
     def _receive(self, worker: FakeWorker) -> Event:
         """The next message: the oldest, or one of the calls that have overtaken it."""
         mailbox, index = worker.mailbox, 0
-        if self.reorder and self.rng.random() < 0.5:
+        if self.reorder and worker.step is None and self.rng.random() < 0.5:
             calls = [i for i, event in enumerate(mailbox) if isinstance(event, CALLS)]
             index = self.rng.choice(calls or [0])
         self.overtaken += index > 0
@@ -305,12 +316,21 @@ class World:
         return event
 
     def _compute(self, worker: FakeWorker) -> bool:
-        batch, instructions = worker.scheduler.plan(self.now)
+        """A whole step, in which nothing else happens."""
+        moved = self._begin(worker)
+        return worker.step is not None and self._end(worker) or moved
+
+    def _begin(self, worker: FakeWorker) -> bool:
+        worker.step, instructions = worker.scheduler.plan(self.now)
         self._obey(worker, instructions)
-        if batch is None:
-            return bool(instructions)
-        tokens = worker.run(batch)
-        self._obey(worker, worker.scheduler.computed(batch, tokens, self.now))
+        return worker.step is not None or bool(instructions)
+
+    def _end(self, worker: FakeWorker) -> bool:
+        """Now all is written that the step computed."""
+        batch, worker.step = worker.step, None
+        assert batch is not None
+        drawn = worker.run(batch)
+        self._obey(worker, worker.scheduler.computed(batch, drawn, self.now))
         return True
 
     def _land(self, transfer: Transfer) -> None:

@@ -239,3 +239,22 @@ def test_random_tokens_are_in_the_vocabulary() -> None:
     rng = random.Random(0)
     answer = expected_answer(np.array([rng.randrange(1, VOCAB)], np.int32), 100, ignore_eos=True)
     assert all(0 <= token < VOCAB for token in answer)
+
+
+def test_a_cancelled_local_prompt_copies_nothing_into_pages_that_others_got() -> None:
+    """It was to begin with a private copy of the page that holds its last token."""
+    world = World.make(0, pages=16, page_size=4)
+    decode = world.worker("decode-0")
+    prompt = np.arange(1, 9, dtype=np.int32)
+    world.request(prompt, name="first", max_tokens=2)
+    world.run()
+    again = world.request(prompt, name="again", max_tokens=2, route="local")
+    world._do("mail", decode)
+    decode.mailbox.append(CancelAttempt(attempt=again))
+    other = world.request(prompt + 20, name="other", max_tokens=2, route="local")
+    world._do("mail", decode)
+    world._do("mail", decode)
+    batch, _ = decode.scheduler.plan(world.now)
+    assert batch is not None
+    assert [row.attempt for row in batch.rows] == [other]
+    assert not batch.copies

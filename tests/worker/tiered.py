@@ -111,14 +111,8 @@ class TieredWorker(FakeWorker):
 class TieredWorld(World):
     """Copies end in their order, at any time."""
 
-    def step(self) -> bool:
-        self.now += 1.0
-        choices: list[tuple[str, object]] = [("mail", w) for w in self.workers if w.mailbox]
-        choices += [("land", t) for t in self.transfers]
-        choices += [("compute", w) for w in self.workers if not w.scheduler.idle]
-        choices += [("copy", w) for w in self.tiered if w.ops]
-        self.rng.shuffle(choices)
-        return any(self._do(kind, subject) for kind, subject in choices)
+    def possible(self) -> list[tuple[str, object]]:
+        return super().possible() + [("copy", w) for w in self.tiered if w.ops]
 
     @property
     def tiered(self) -> list[TieredWorker]:
@@ -131,11 +125,11 @@ class TieredWorld(World):
         subject.mailbox.append(subject.carry_out(subject.ops.popleft()))
         return True
 
-    def _compute(self, worker: FakeWorker) -> bool:
+    def _begin(self, worker: FakeWorker) -> bool:
         assert isinstance(worker, TieredWorker)
         before = len(worker.ops)
         self._obey(worker, worker.scheduler.tick(self.now))
-        return super()._compute(worker) or len(worker.ops) > before
+        return super()._begin(worker) or len(worker.ops) > before
 
     def _obey(self, worker: FakeWorker, instructions: list[Instruction]) -> None:
         assert isinstance(worker, TieredWorker)
