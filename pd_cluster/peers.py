@@ -132,6 +132,16 @@ class Peers:
 
         ref.future().add_done_callback(done)
 
+    def tell_coordinator(self, message: Message, by_call: Callable[[], None]) -> None:
+        """Sends a message to the coordinator: by mail where there is a line, else by `by_call`,
+        which may be called later too, from another thread.
+        """
+        self._send(COORDINATOR, COORDINATOR, "", encode(message), by_call)
+
+    def watch_coordinator(self, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` once when this life of the coordinator ends; it comes back."""
+        self._watch(COORDINATOR, "", on_lost)
+
     def watch(self, worker: WorkerId, on_lost: Callable[[], None]) -> None:
         """Calls `on_lost` once when that life of the worker ends; watching twice is watching
         once.

@@ -16,13 +16,15 @@ from pd_cluster.coordinator.state import Answer, CoordinatorState
 from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.coordinator.wishes import Wishes
 from pd_cluster.heap import freeze_heap
+from pd_cluster.mail import Mail
+from pd_cluster.nodes import attach
 from pd_cluster.observability.scrape import MetricsEndpoint
 from pd_cluster.observability.snapshots import (
     CoordinatorSnapshot,
     WorkerSnapshot,
     WorkerStatus,
 )
-from pd_cluster.peers import ClusterSpec, Peers
+from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.scaling import Order, Refusal, ScalingStatus, Wish
 from pd_cluster.types import (
     AttemptEnded,
@@ -48,7 +50,9 @@ class CoordinatorActor:
     def __init__(self, spec: ClusterSpec) -> None:
         config = self._config = Config.model_validate_json(spec.config)
         self.state = CoordinatorState(config)
-        self.peers = Peers(config.cluster_name)
+        host = attach(config, local=spec.local).host
+        self.mail = Mail(COORDINATOR, host, spec.secret, self._arrived)
+        self.peers = Peers(config.cluster_name, self.mail)
         # Notified when the state may want to be woken earlier than at the next tick.
         self._lock = threading.Condition()
         self._waiting: dict[AttemptId, list[Future[Placement | Rejection]]] = {}
@@ -72,18 +76,45 @@ class CoordinatorActor:
         """PlaceRequest → Placement or Rejection. Comes back when there is room, or never will
         be.
         """
-        request = decode(data, PlaceRequest)
+        reply = await asyncio.wrap_future(self._place(decode(data, PlaceRequest)))
+        return encode(reply)
+
+    def _place(self, request: PlaceRequest) -> Future[Placement | Rejection]:
         answer: Future[Placement | Rejection] = Future()
         with self._lock:
             self._waiting.setdefault(request.attempt, []).append(answer)
             self._answer(self.state.place(request, time.monotonic()))
-        reply = await asyncio.wrap_future(answer)
-        return encode(reply)
+        return answer
 
     @ray.method(concurrency_group="ends")
     async def ended(self, data: bytes) -> None:
         """AttemptEnded."""
-        event = decode(data, AttemptEnded)
+        self._ended(decode(data, AttemptEnded))
+
+    @ray.method(concurrency_group="reports")
+    async def mail_address(self) -> tuple[str, int]:
+        """Where the coordinator takes mail."""
+        return self.mail.address
+
+    @ray.method(concurrency_group="reports")
+    async def watch(self) -> None:
+        """Never returns: it fails when this life of the coordinator is over."""
+        await asyncio.Event().wait()
+
+    def _arrived(self, data: bytes) -> None:
+        """What `place` and `ended` are told, by mail."""
+        message = decode(data, (PlaceRequest, AttemptEnded))
+        if isinstance(message, AttemptEnded):
+            self._ended(message)
+            return
+        gateway = message.gateway
+
+        def tell(answer: Future[Placement | Rejection]) -> None:
+            self.peers.deliver(gateway, answer.result(), lambda: None)
+
+        self._place(message).add_done_callback(tell)
+
+    def _ended(self, event: AttemptEnded) -> None:
         with self._lock:
             self._answer(self.state.ended(event, time.monotonic()))
             withdrawn = Rejection(

@@ -37,6 +37,7 @@ from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.scaling import Refusal, ScalingStatus, Wish
 from pd_cluster.types import (
     AttemptEnded,
+    AttemptId,
     CancelAttempt,
     OutputBatch,
     Placement,
@@ -64,15 +65,50 @@ class RayLink:
         self.peers = peers
         self.loop = loop
         self.driver: Driver | None = None
+        # Those that wait for the coordinator's answer.
+        self._asked: dict[AttemptId, asyncio.Future[Placement | Rejection]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def place(self, request: PlaceRequest) -> Placement | Rejection:
+        answer: asyncio.Future[Placement | Rejection] = self.loop.create_future()
+        self._asked[request.attempt] = answer
+        self.peers.watch_coordinator(partial(self._soon, self._coordinator_lost))
+        by_call = partial(self._soon, self._place_by_call, request)
+        self.peers.tell_coordinator(request, by_call)
         try:
-            reply = await self.peers.handle(COORDINATOR).place.remote(encode(request))
-        except (ValueError, RayError) as error:
-            self.peers.forget(COORDINATOR)
-            raise Unavailable(f"the coordinator cannot be reached: {error}") from error
-        answer: Placement | Rejection = decode(reply, (Placement, Rejection))
-        return answer
+            return await answer
+        finally:
+            if self._asked.get(request.attempt) is answer:
+                del self._asked[request.attempt]
+
+    def answered(self, answer: Placement | Rejection) -> None:
+        """What the coordinator says of an attempt; nobody may want to know any more."""
+        asked = self._asked.get(answer.attempt)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
+    def _place_by_call(self, request: PlaceRequest) -> None:
+        async def call() -> None:
+            try:
+                reply = await self.peers.handle(COORDINATOR).place.remote(encode(request))
+            except (ValueError, RayError) as error:
+                self.peers.forget(COORDINATOR)
+                self._unanswered(request.attempt, str(error))
+                return
+            self.answered(decode(reply, (Placement, Rejection)))
+
+        task = self.loop.create_task(call())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def _coordinator_lost(self) -> None:
+        for attempt in list(self._asked):
+            self._unanswered(attempt, "it ended")
+
+    def _unanswered(self, attempt: AttemptId, why: str) -> None:
+        asked = self._asked.get(attempt)
+        if asked is not None and not asked.done():
+            asked.set_exception(Unavailable(f"the coordinator cannot be reached: {why}"))
 
     def post(self, worker: WorkerId, message: StartAttempt | CancelAttempt) -> None:
         lost = partial(self._soon, self._worker_lost, worker)
@@ -80,11 +116,14 @@ class RayLink:
         self.peers.post(worker, message, lost)
 
     def attempt_ended(self, message: AttemptEnded) -> None:
-        try:
-            self.peers.handle(COORDINATOR).ended.remote(encode(message))
-        except (ValueError, RayError):
-            # Workers' reports will tell a restarted coordinator what is still running.
-            self.peers.forget(COORDINATOR)
+        def by_call() -> None:
+            try:
+                self.peers.handle(COORDINATOR).ended.remote(encode(message))
+            except (ValueError, RayError):
+                # Workers' reports will tell a restarted coordinator what is still running.
+                self.peers.forget(COORDINATOR)
+
+        self.peers.tell_coordinator(message, by_call)
 
     async def snapshot(self) -> ClusterSnapshot:
         try:
@@ -224,6 +263,7 @@ class GatewayActor:
         self._serving: asyncio.Task[None] | None = None
         self._url: str | None = None
         self._driver: Driver | None = None
+        self._link: RayLink | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         host = attach(config, local=spec.local).host
         self.mail = Mail(name, host, spec.secret, self._arrived)
@@ -238,7 +278,7 @@ class GatewayActor:
             return self._url
         config = self.config
         self._loop = asyncio.get_running_loop()
-        link = RayLink(Peers(config.cluster_name, self.mail), self._loop)
+        link = self._link = RayLink(Peers(config.cluster_name, self.mail), self._loop)
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)
         link.driver = driver
         backend = RayBackend(driver, link)
@@ -272,7 +312,7 @@ class GatewayActor:
 
     @ray.method(num_returns=0)
     async def deliver(self, data: bytes) -> None:
-        """OutputBatch."""
+        """What could not come by mail."""
         self._delivered(data)
 
     async def mail_address(self) -> tuple[str, int]:
@@ -284,8 +324,13 @@ class GatewayActor:
             self._loop.call_soon_threadsafe(self._delivered, data)
 
     def _delivered(self, data: bytes) -> None:
-        if self._driver is not None:
-            self._driver.deliver(decode(data, OutputBatch))
+        if self._driver is None or self._link is None:
+            return
+        message = decode(data, (OutputBatch, Placement, Rejection))
+        if isinstance(message, OutputBatch):
+            self._driver.deliver(message)
+        else:
+            self._link.answered(message)
 
     async def inside(self) -> int:
         """How many requests are at work."""
