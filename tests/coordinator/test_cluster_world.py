@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -109,14 +109,13 @@ class ClusterMachine(RuleBasedStateMachine):
             SEEN["cancelled early"] += len(self.cluster.world.cancelled_early)
 
 
-def run_machine(examples: int, steps: int) -> None:
+def run_machine(examples: int, steps: int, chance: int = 0) -> None:
     SEEN.clear()
     run_state_machine_as_test(
-        ClusterMachine,
+        seed(chance)(ClusterMachine),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            derandomize=True,
             database=None,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -141,8 +140,9 @@ def test_whatever_happens_every_request_ends_with_its_own_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_whatever_happens_for_a_hundred_thousand_steps() -> None:
-    run_machine(examples=1700, steps=60)
+@pytest.mark.parametrize("chance", range(1, 18))
+def test_whatever_happens_for_a_hundred_thousand_steps(chance: int) -> None:
+    run_machine(examples=100, steps=60, chance=chance)
 
 
 @pytest.mark.parametrize("retraction_policy", ["length", "priority"])
