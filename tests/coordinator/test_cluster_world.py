@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import hypothesis
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -112,7 +113,7 @@ class ClusterMachine(RuleBasedStateMachine):
 def run_machine(examples: int, steps: int, chance: int = 0) -> None:
     SEEN.clear()
     run_state_machine_as_test(
-        seed(chance)(ClusterMachine),
+        hypothesis.seed(chance)(ClusterMachine),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
