@@ -31,8 +31,8 @@ class Weights:
     # its ratio to the empty step to the power of `itl_power`: the tail is what hurts.
     itl_tokens: float = 300.0
     itl_power: float = 5.0
-    # No request is bound to a prefill worker that has more than this to do: seconds, or what makes
-    # a step of so many prompt tokens with the request, whichever is more.
+    # No request is bound to a prefill worker that has more than this to do: seconds, or what with
+    # the request makes a step of so many prompt tokens, whichever is more.
     bind_ahead_s: float = 0.25
     bind_ahead_tokens: int = 0
 

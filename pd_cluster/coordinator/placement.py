@@ -37,6 +37,7 @@ from pd_cluster.types import Route, WorkerId
 
 # Candidates of each side whose terms are kept as the reasons of a placement.
 EXPLAINED = 8
+ROUNDING_S = 1e-6
 # Decode workers, those that hold most, for which the routes by way of their cache are weighed.
 WEIGHED = 8
 
@@ -58,7 +59,11 @@ class PrefixPrefillOnly(PlacementPolicy):
             return later
         target = self._load.pick(decode, not_avoided(eligible, ask))
         return Choice(
-            slot, target, prefill_s=seconds, prefill_held=held, reasons={"prefill": reasons}
+            slot,
+            target,
+            prefill_s=self._cost.work_s(prefill, slot, seconds, now),
+            prefill_held=held,
+            reasons={"prefill": reasons},
         )
 
 
@@ -116,7 +121,7 @@ class Cost(PlacementPolicy):
                     if cost < best:
                         best, route, d, has, local_s = cost, "local", other, there, local
         if route != "local":
-            later = self._later(ask, prefill, p, seconds, now)
+            later = self._later(ask, prefill, p, int(p_has.reach[p]), seconds, now)
             if later:
                 return later
         reasons = {
@@ -128,7 +133,7 @@ class Cost(PlacementPolicy):
             p,
             d,
             route,
-            prefill_s=0.0 if route == "local" else seconds,
+            prefill_s=0.0 if route == "local" else self.work_s(prefill, p, seconds, now),
             decode_s=local_s if route == "local" else sent_s,
             prefill_held=int(p_has.held[p]),
             decode_held=has.held,
@@ -145,8 +150,14 @@ class Cost(PlacementPolicy):
         terms, has, seconds = self._prefill_terms(ask, prefill, now)
         cost = _total(terms, prefill.ready)
         slot = _argmin(cost, prefill.last_placement)
-        later = self._later(ask, prefill, slot, float(seconds[slot]), now)
+        later = self._later(ask, prefill, slot, int(has.reach[slot]), float(seconds[slot]), now)
         return slot, int(has.held[slot]), float(seconds[slot]), later, _explain(terms, cost, has)
+
+    def work_s(self, fleet: Fleet, slot: int, seconds: float, now: float) -> float:
+        """What a prompt adds to its worker's work: who finds others there shares their step."""
+        if fleet.busy_until[slot] <= now:
+            return seconds
+        return max(0.0, seconds - float(self.rates.prefill.coefficients[0]))
 
     # --- terms ---
 
@@ -212,13 +223,17 @@ class Cost(PlacementPolicy):
             queue[slot] -= seconds
         return queue
 
-    def _later(self, ask: Ask, fleet: Fleet, slot: int, seconds: float, now: float) -> Later | None:
+    def _later(
+        self, ask: Ask, fleet: Fleet, slot: int, held: int, seconds: float, now: float
+    ) -> Later | None:
         """A worker may have as much before it as fills a step: prompts that are there together are
         computed in one.
         """
         backlog = float(fleet.busy_until[slot]) - now
-        step_s = float(self.rates.prefill_s(self.weights.bind_ahead_tokens, 0))
-        ahead = max(self.weights.bind_ahead_s, step_s - seconds)
+        others = self.weights.bind_ahead_tokens - (ask.prompt_len - held)
+        ahead = self.weights.bind_ahead_s
+        if others > 0:
+            ahead = max(ahead, float(self.rates.prefill_s(others, 0)) + ROUNDING_S)
         if backlog <= ahead:
             return None
         return Later(slot, seconds, now + backlog - ahead)

@@ -35,6 +35,7 @@ from pd_cluster.worker.instructions import (
     Event,
     GatewayLost,
     Instruction,
+    Notify,
     PagesCorrupt,
     PeerLost,
     TransferEnded,
@@ -177,6 +178,8 @@ class WorkerScheduler:
                 out += self.decode.computed_row(row, token, logprobs, now)
             else:
                 out += self.prefill.computed_row(row, token, logprobs, now, scores)
+        # First tokens before pages: nobody waits for the bytes of those that came before.
+        out.sort(key=lambda instruction: not isinstance(instruction, Notify))
         return out
 
     @property

@@ -97,13 +97,15 @@ def test_a_request_is_bound_only_when_its_worker_is_about_to_be_free() -> None:
 def test_prompts_are_bound_together_where_they_fit_into_one_step() -> None:
     sides = Sides(queue=0.1, bind_ahead_s=0.25, bind_ahead_tokens=1000)
     sides.policy.rates.prefill = FittedTime((0.1, 1e-3, 1e-12))
-    sides.hold(sides.prefill, 0, 10)  # all but a token: 0.101 s, and a full step takes 1.1 s
-    sides.prefill.busy_until[0] = 0.99
+    sides.hold(sides.prefill, 0, 10)  # all but a token: a full step is 999 more, 1.099 s
+    assert sides.chosen().prefill_s == pytest.approx(0.101, abs=1e-3)
+    sides.prefill.busy_until[0] = 1.09
     assert sides.chosen().prefill == 0
+    assert sides.chosen().prefill_s == pytest.approx(0.001, abs=1e-3)  # it shares their step
     sides.prefill.busy_until[0] = 1.2
     later = sides.choose()
     assert isinstance(later, Later)
-    assert later.until == pytest.approx(0.2, abs=0.002)
+    assert later.until == pytest.approx(0.1, abs=0.002)
 
 
 def test_waiting_requests_queue_behind_each_other_but_not_behind_themselves() -> None:
