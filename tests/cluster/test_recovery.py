@@ -42,6 +42,25 @@ def test_streams_survive_the_death_of_a_worker(cluster: Live, victim: str) -> No
     poll(lambda: len(cluster.info()["workers"]) == 2, "the worker did not come back")
 
 
+def test_streams_outlive_the_coordinator_and_who_waits_for_it_is_placed(cluster: Live) -> None:
+    """Twice, so that the second dies who was reached by another line than the first."""
+    expected = [cluster.generate(prompt, TOKENS, ignore_eos=True).tokens for prompt in PROMPTS]
+    for _ in range(2):
+        cluster.flush()
+        with ThreadPoolExecutor(2 * len(PROMPTS)) as pool:
+            before = [
+                pool.submit(cluster.generate, prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS
+            ]
+            poll(lambda: busy(cluster), "nothing runs")
+            kill(cluster, "coordinator")
+            after = [
+                pool.submit(cluster.generate, prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS
+            ]
+            answers = [each.result() for each in before + after]
+        assert [answer.tokens for answer in answers] == expected * 2
+    poll(lambda: not busy(cluster), "leases stay")
+
+
 def test_a_gateway_that_died_serves_again(cluster: Live) -> None:
     kill(cluster, "gateway-0")
 
