@@ -23,6 +23,7 @@ from pd_cluster.config import Config
 from pd_cluster.coordinator.admission import NewTokenRatio, growth
 from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits
 from pd_cluster.coordinator.costs import Measured, Rates
+from pd_cluster.coordinator.early import EarlyRequests
 from pd_cluster.coordinator.explain import Explanations
 from pd_cluster.coordinator.index import KvUpdate
 from pd_cluster.coordinator.placement import make_placement_policy
@@ -108,6 +109,7 @@ class CoordinatorState:
         # Released because their worker no longer named them; their ends are still to be told.
         self._untold: OrderedDict[AttemptId, Lease] = OrderedDict()
         self._tombstones = Tombstones()
+        self._early = EarlyRequests(config.timeouts.heartbeat_s, config.max_queued_requests)
         self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
         self._work_by_tenant: Counter[str] = Counter()
@@ -134,6 +136,7 @@ class CoordinatorState:
             if known is not None:
                 self._forget(known, now)
             known = self.cluster.join(report, now)
+            self._early.seen(report.role)
             self.lost.pop(report.worker.name, None)
             self._policy.limits = self._limits()
             self._admit(known, now)
@@ -146,7 +149,7 @@ class CoordinatorState:
         else:
             self._correct_backlog(known, now)
         reply = ReportReply(retraction_policy=self.scheduling.retraction_policy)
-        return reply, self._place(now)
+        return reply, self._place_early(now) + self._place(now)
 
     def kv_events(self, update: KvUpdate, now: float) -> bool:
         """What changed in a worker's cache; False asks it for a snapshot."""
@@ -186,10 +189,12 @@ class CoordinatorState:
         lease = self.leases.get(request.attempt)
         if lease is not None:
             return [Answer(request.attempt, lease.placement)]
-        if request.attempt in self.queue:
+        if request.attempt in self.queue or request.attempt in self._early.requests:
             return []
         if self._tombstones.take(request.attempt):
             return [self._reject(request, 503, "withdrawn", "its end overtook it")]
+        if self._early.waits(request, now):
+            return []
         refused = self._never(request)
         if refused is not None:
             return [refused]
@@ -213,6 +218,8 @@ class CoordinatorState:
 
     def ended(self, event: AttemptEnded, now: float) -> list[Answer]:
         """An attempt holds nothing any more, or its client no longer wants a placement."""
+        if self._early.requests.pop(event.attempt, None) is not None:
+            return []
         entry = self.queue.remove(event.attempt)
         if entry is not None:
             self._unpledge(entry)
@@ -251,7 +258,7 @@ class CoordinatorState:
         if self.scheduling.schedule_policy == "lpm":
             for entry in list(self.queue.entries.values())[:MAX_COMPARED]:
                 self._look(entry)
-        return answers + self._place(now)
+        return answers + self._place_early(now) + self._place(now)
 
     def take_orders(self) -> list[tuple[WorkerId, MakeRoom]]:
         """What decode workers are to be told since the last call."""
@@ -325,6 +332,9 @@ class CoordinatorState:
             )
             return self._reject(request, 400, "never_fits", message)
         return None
+
+    def _place_early(self, now: float) -> list[Answer]:
+        return [answer for each in self._early.take(now) for answer in self.place(each, now)]
 
     def _place(self, now: float) -> list[Answer]:
         """Serves the queue, in its policy's order, as long as there is room."""

@@ -77,11 +77,44 @@ def rejection(answers: list[Answer]) -> Rejection:
 
 def test_no_worker_is_an_explicit_503() -> None:
     """Case 21."""
-    state = cluster(prefill=0)
+    state = cluster()
+    state.worker_lost(WorkerId("prefill-0", "a"), 0.0)
     refused = rejection(state.place(request("a"), 0.0))
     assert refused.status == 503
     assert refused.retry_after_s
     assert "no prefill worker" in refused.message
+
+
+def test_who_comes_before_the_workers_is_placed_when_they_have_reported() -> None:
+    """As after a restart of the coordinator."""
+    state = cluster(prefill=0, decode=0)
+    for name in "abc":
+        assert state.place(request(name), 0.0) == []
+    assert state.place(request("a"), 0.5) == []  # asked again
+    assert state.place(request("huge", prompt_len=2000), 0.5) == []
+    state.ended(AttemptEnded(attempt=AttemptId("b", 0), outcome="aborted"), 0.6)
+    assert state.report(report("decode-0"), 1.0)[1] == []
+    answers = state.report(report("prefill-0"), 1.1)[1]
+    placed = [each.attempt.request for each in answers if isinstance(each.reply, Placement)]
+    assert placed == ["a", "c"]
+    (refused,) = [each.reply for each in answers if isinstance(each.reply, Rejection)]
+    assert (refused.attempt.request, refused.reason) == ("huge", "never_fits")
+    state.validate()
+
+
+def test_workers_that_never_come_are_not_waited_for_long() -> None:
+    state = cluster(prefill=0)
+    assert state.place(request("a"), 10.0) == []
+    assert state.tick(14.9) == []
+    refused = rejection(state.tick(15.0))
+    assert (refused.status, refused.reason) == (503, "no_workers")
+    assert rejection(state.place(request("b"), 16.0)).reason == "no_workers"
+
+
+def test_no_more_wait_for_workers_than_may_be_queued() -> None:
+    state = cluster(prefill=0, max_queued_requests=2)
+    assert state.place(request("a"), 0.0) == state.place(request("b"), 0.0) == []
+    assert rejection(state.place(request("c"), 0.0)).reason == "no_workers"
 
 
 def test_place_is_idempotent() -> None:
