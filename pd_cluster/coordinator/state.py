@@ -16,10 +16,11 @@ import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pd_cluster.config import Config
+from pd_cluster.coordinator.accounts import CoordinatorStatistics, Running
 from pd_cluster.coordinator.admission import NewTokenRatio, growth
 from pd_cluster.coordinator.choice import Ask, Choice, Later, RouteLimits
 from pd_cluster.coordinator.costs import Measured, Rates
@@ -62,17 +63,6 @@ class Answer:
     reply: Placement | Rejection
 
 
-@dataclass(slots=True)
-class CoordinatorStatistics:
-    """Counters since the start."""
-
-    placements: int = 0
-    routes: dict[str, int] = field(default_factory=dict)
-    rejections: dict[str, int] = field(default_factory=dict)
-    outcomes: dict[str, int] = field(default_factory=dict)
-    leases_expired: int = 0
-
-
 class CoordinatorState:
     """Events change it through one method each; all times are seconds of one clock."""
 
@@ -112,9 +102,7 @@ class CoordinatorState:
         self._early = EarlyRequests(config.timeouts.heartbeat_s, config.max_queued_requests)
         self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
-        self._work_by_tenant: Counter[str] = Counter()
-        self._running_by_tenant: Counter[str] = Counter()
-        self._running_by_key: Counter[str] = Counter()
+        self._running = Running()
 
     @property
     def workers(self) -> dict[str, WorkerState]:
@@ -275,7 +263,7 @@ class CoordinatorState:
         work = Counter[str]()
         for lease in self.leases.values():
             work[lease.request.tenant] += lease.request.prompt_len
-        assert work == +self._work_by_tenant
+        assert work == +self._running.work_by_tenant
         pledged = [0.0] * len(self.cluster.prefill)
         for entry in self.queue.entries.values():
             if entry.pledge is not None:
@@ -343,7 +331,9 @@ class CoordinatorState:
         again = True
         while again and len(self.queue) and self._anyone():
             again = False
-            order, oldest_due = self.queue.order(self._work_by_tenant, self._running_by_key, now)
+            order, oldest_due = self.queue.order(
+                self._running.work_by_tenant, self._running.by_key, now
+            )
             for entry in order:
                 if entry.not_before > now:
                     self.wake_at = min(self.wake_at, entry.not_before)
@@ -372,7 +362,7 @@ class CoordinatorState:
 
     def _tenant_full(self, entry: Waiting) -> bool:
         limit = self.scheduling.max_running_per_tenant
-        return limit is not None and self._running_by_tenant[entry.request.tenant] >= limit
+        return limit is not None and self._running.by_tenant[entry.request.tenant] >= limit
 
     def _try(self, entry: Waiting, now: float) -> Answer | float | None:
         """Places the request, or says until when it waits, or None if decode has no room."""
@@ -451,34 +441,18 @@ class CoordinatorState:
         self.leases[attempt] = lease
         self.cluster.dispatch(lease, now)
         heapq.heappush(self._expected, (lease.work[1] + EXPECTED_GRACE_S, attempt))
-        statistics = self.statistics
-        statistics.placements += 1
-        statistics.routes[choice.route] = statistics.routes.get(choice.route, 0) + 1
-        self._count_running(request, 1)
+        self.statistics.placed(choice.route)
+        self._running.add(request)
         self.explanations.add(lease, now - entry.arrived, self.cluster)
         return Answer(attempt, placement)
 
     def _count_end(self, event: AttemptEnded, lease: Lease, now: float) -> bool:
         """Whether the attempt ended because its worker had run out of pages."""
-        outcomes = self.statistics.outcomes
-        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+        self.statistics.ended(event.outcome)
         if event.outcome != "retracted" or now - lease.asked < PREEMPT_GRACE_S:
             return False
         self.ratio.retracted(now)
         return True
-
-    def _count_running(self, request: PlaceRequest, sign: int) -> None:
-        self._work_by_tenant[request.tenant] += sign * request.prompt_len
-        self._running_by_tenant[request.tenant] += sign
-        if request.routing_key:
-            self._running_by_key[request.routing_key] += sign
-        for counter, key in (
-            (self._work_by_tenant, request.tenant),
-            (self._running_by_tenant, request.tenant),
-            (self._running_by_key, request.routing_key),
-        ):
-            if not counter[key]:
-                del counter[key]
 
     def _reconcile(self, worker: WorkerState, now: float) -> None:
         """What the decode worker reports is alive; what it has forgotten is over."""
@@ -528,7 +502,7 @@ class CoordinatorState:
 
     def _release(self, lease: Lease, now: float) -> None:
         del self.leases[lease.request.attempt]
-        self._count_running(lease.request, -1)
+        self._running.remove(lease.request)
         self.cluster.release(lease, now)
         if now < lease.work[1]:
             self._reconsider(lease.choice.prefill, now)
@@ -558,8 +532,7 @@ class CoordinatorState:
         return self._reject(entry.request, status, reason, message)
 
     def _reject(self, request: PlaceRequest, status: int, reason: str, message: str) -> Answer:
-        rejections = self.statistics.rejections
-        rejections[reason] = rejections.get(reason, 0) + 1
+        self.statistics.rejected(reason)
         retry = RETRY_AFTER_S if status in (429, 503) else None
         rejection = Rejection(
             attempt=request.attempt,
