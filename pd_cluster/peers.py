@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ def actor_name(cluster_name: str, name: str) -> str:
 class Peers:
     """Handles of the cluster's other actors, by their names within the cluster.
 
-    Callbacks come from Ray's threads, or from the mail's. Without `mail`, and to those to whom
+    Callbacks come from a thread of its own, or from the mail's. Without `mail`, and to those to whom
     there is no line yet, messages go by Ray; they may then overtake each other.
     """
 
@@ -57,16 +57,18 @@ class Peers:
         self._handles: dict[tuple[str, str], Any] = {}
         self._watched: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
+        self._callbacks = ThreadPoolExecutor(1, "peers")
 
     def handle(self, name: str, life: str = "") -> Any:
         """`life` is a worker's incarnation. Raises ValueError where there is no such actor."""
         key = name, life
         with self._lock:
-            if key not in self._handles:
-                self._handles[key] = ray.get_actor(
-                    actor_name(self._cluster_name, name), namespace=NAMESPACE
-                )
-            return self._handles[key]
+            found = self._handles.get(key)
+        if found is None:  # Ray is not asked under a lock: others that answer for Ray may want it
+            found = ray.get_actor(actor_name(self._cluster_name, name), namespace=NAMESPACE)
+            with self._lock:
+                found = self._handles.setdefault(key, found)
+        return found
 
     def post(self, worker: WorkerId, message: Message, on_lost: Callable[[], None]) -> None:
         """Sends a message to one life of a worker. `on_lost` may be called if that life is over;
@@ -103,7 +105,7 @@ class Peers:
             except RayError:
                 pass  # it is gone, as `watch` tells
 
-        ref.future().add_done_callback(told)
+        self._when_done(ref, told)
 
     def _deliver(self, gateway: str, data: bytes, on_lost: Callable[[], None]) -> None:
         try:
@@ -130,7 +132,7 @@ class Peers:
             if not accepted:
                 on_lost()
 
-        ref.future().add_done_callback(done)
+        self._when_done(ref, done)
 
     def tell_coordinator(self, message: Message, by_call: Callable[[], None]) -> None:
         """Sends a message to the coordinator: by mail where there is a line, else by `by_call`,
@@ -176,7 +178,20 @@ class Peers:
         with self._lock:
             if key in self._watched:
                 self._watched[key] = ref
-        ref.future().add_done_callback(done)
+        self._when_done(ref, done)
+
+    def _when_done(self, ref: Any, done: Callable[[Future[Any]], None]) -> None:
+        """Calls back from a thread of ours: Ray's own, which tells, answers `get_actor` too, and so
+        must wait for nobody who may be in that.
+        """
+
+        def guarded(future: Future[Any]) -> None:
+            try:
+                done(future)
+            except Exception:
+                logger.exception("could not handle the end of a call")
+
+        ref.future().add_done_callback(lambda future: self._callbacks.submit(guarded, future))
 
     def forget(self, name: str, life: str = "") -> None:
         with self._lock:
