@@ -70,7 +70,11 @@ class Tokenizer:
         return token_bytes(spelling, byte_level="ByteLevel" in str(self._tokenizer.decoder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode` this lets other threads go on meanwhile, seconds for megabytes.
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
