@@ -23,6 +23,8 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
+from pd_cluster.startup import go_ahead
+
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 64 << 20
@@ -240,6 +242,7 @@ class Mail:
     # --- the thread ---
 
     def _run(self) -> None:
+        go_ahead()
         while not self._closed:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:

@@ -37,7 +37,7 @@ LAYERS = {
     "pd_cluster.errors": 0,
     "pd_cluster.types": 0,
     "pd_cluster.states": 0,
-    "pd_cluster.heap": 0,
+    "pd_cluster.startup": 0,
     "pd_cluster.tombstones": 0,
     "pd_cluster.draw": 0,
     "pd_cluster.config": 0,

@@ -15,7 +15,6 @@ from pd_cluster.config import Config
 from pd_cluster.coordinator.state import Answer, CoordinatorState
 from pd_cluster.coordinator.wire import decode_update
 from pd_cluster.coordinator.wishes import Wishes
-from pd_cluster.heap import freeze_heap
 from pd_cluster.mail import Mail
 from pd_cluster.nodes import attach
 from pd_cluster.observability.scrape import MetricsEndpoint
@@ -26,6 +25,7 @@ from pd_cluster.observability.snapshots import (
 )
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.scaling import Order, Refusal, ScalingStatus, Wish
+from pd_cluster.startup import freeze_heap
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,

@@ -19,7 +19,6 @@ from pd_cluster.gateway.app import create_app
 from pd_cluster.gateway.backend import GenerateRequest, ModelInfo
 from pd_cluster.gateway.driver import Driver, RunningRequest
 from pd_cluster.gateway.gate import Gate
-from pd_cluster.heap import freeze_heap
 from pd_cluster.mail import Mail
 from pd_cluster.model.config import load_config
 from pd_cluster.model.generation import default_sampling
@@ -35,6 +34,7 @@ from pd_cluster.observability.snapshots import (
 )
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.scaling import Refusal, ScalingStatus, Wish
+from pd_cluster.startup import freeze_heap, go_ahead
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
@@ -277,6 +277,7 @@ class GatewayActor:
         if self._url is not None:
             return self._url
         config = self.config
+        go_ahead()
         self._loop = asyncio.get_running_loop()
         link = self._link = RayLink(Peers(config.cluster_name, self.mail), self._loop)
         driver = self._driver = Driver(link, config, self.metrics, name=self.name)

@@ -24,12 +24,12 @@ import torch
 from pd_cluster.config import Config
 from pd_cluster.draw import Drawn
 from pd_cluster.errors import WireError
-from pd_cluster.heap import freeze_heap
 from pd_cluster.mail import Mail
 from pd_cluster.nodes import attach, model_folder
 from pd_cluster.observability.snapshots import WORK_BUCKETS, Histogram, WorkerSnapshot
 from pd_cluster.observability.stopwatch import timed
 from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
+from pd_cluster.startup import freeze_heap, go_ahead
 from pd_cluster.types import (
     AbortPrefill,
     CancelAttempt,
@@ -266,6 +266,7 @@ class WorkerActor:
         return answer
 
     def _run(self) -> None:
+        go_ahead()
         try:
             self._steps()
         except BaseException:
