@@ -114,6 +114,10 @@ def open_chat(
         reply = httpx.get(f"{url}/v1/models", headers=headers, timeout=15)
         reply.raise_for_status()
         model = reply.json()["data"][0]["id"]
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        hint = "; give its key by --api-key" if status == 401 else ""
+        raise StartError(f"{url} refuses: {status} {error.response.reason_phrase}{hint}") from error
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise StartError(f"{url} does not answer: {error}") from error
     messages = [{"role": "system", "content": system}] if system else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -93,11 +94,15 @@ def init_ray(address: str | None = None, temp_dir: str | None = None) -> None:
     else:
         _check_reachable(address)
         options["address"] = address
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except Exception as error:
         where = f"at {address}" if address else "on this machine"
         raise StartError(f"no Ray {where}: {error}") from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler would abort the process.
+        signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
 
 
 def _check_reachable(address: str) -> None:

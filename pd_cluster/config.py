@@ -345,6 +345,8 @@ def load_config(
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not text (UTF-8); expected YAML") from error
     try:
         data = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -390,9 +392,11 @@ def _explain(error: Any) -> str:
         fields = Config.model_fields
         for section in location[:-1]:
             annotation = fields[section].annotation
-            assert isinstance(annotation, type)
-            assert issubclass(annotation, BaseModel)
-            fields = annotation.model_fields
+            kinds = (annotation, *get_args(annotation))  # of an optional section: what is not None
+            (model,) = (
+                kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)
+            )
+            fields = model.model_fields
         return f"unknown config key {key!r}; allowed here: {', '.join(fields)}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("tuple_type", "list_type"):

@@ -45,8 +45,8 @@ def actor_name(cluster_name: str, name: str) -> str:
 class Peers:
     """Handles of the cluster's other actors, by their names within the cluster.
 
-    Callbacks come from a thread of its own, or from the mail's. Without `mail`, and to those to whom
-    there is no line yet, messages go by Ray; they may then overtake each other.
+    Callbacks come from a thread of its own, or from the mail's. Without `mail`, and to those to
+    whom there is no line yet, messages go by Ray; they may then overtake each other.
     """
 
     def __init__(self, cluster_name: str, mail: Mail | None = None) -> None:

@@ -19,6 +19,7 @@ from pd_cluster.errors import ConfigError, StartError
 from pd_cluster.gateway.actor import bind
 from pd_cluster.model.config import ModelConfig, load_config
 from pd_cluster.model.store import resolve_model
+from pd_cluster.model.tokenizer import Tokenizer
 from pd_cluster.model.weights import Weights
 from pd_cluster.nodes import capacity, gpu_memory, hosts_for
 from pd_cluster.pools import KvPool, bytes_per_token, choose_pool
@@ -62,6 +63,8 @@ class Server:
                 f"config key 'context_length': {config.context_length} is more than the model's"
                 f" {model.max_positions} positions"
             )
+        if config.chat_template is not None:
+            Tokenizer(folder, config.chat_template)  # which says what is wrong with it
         local = address is None
         if local:  # before anything of ours takes memory
             pool = _choose_pool(config, model, local=True)

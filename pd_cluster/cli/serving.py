@@ -78,6 +78,10 @@ def run_server(config: Config, address: str | None) -> None:
             raise KeyboardInterrupt
         stop.set()
 
+    def give_up(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, give_up)
     with console.status("starting") as status:
         server = Server.start(config, address, progress=status.update)
     try:

@@ -49,6 +49,13 @@ class TraceRequest:
         return np.repeat(np.array(ids, np.int32), lengths)
 
 
+# What a trace may look like, for who gave another one.
+FORMATS = (
+    "Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids: one for each 512"
+    " tokens) or, in a file .csv, Azure's columns (TIMESTAMP, ContextTokens, GeneratedTokens)"
+)
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
     """Mooncake's JSON lines or Azure's CSV, by the file's suffix. Raises ConfigError."""
     try:
@@ -57,8 +64,11 @@ def read_trace(path: Path) -> list[TraceRequest]:
         return _read_mooncake(path)
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"trace {path}: not text (UTF-8); expected {FORMATS}") from error
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"trace {path}: not of a known format: {error!r}") from error
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"trace {path}: {what[:200]}; expected {FORMATS}") from error
 
 
 def _read_mooncake(path: Path) -> list[TraceRequest]:

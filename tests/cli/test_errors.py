@@ -16,6 +16,7 @@ import torch
 import pd_cluster
 from pd_cluster import registry
 from tests.cli.conftest import Run
+from tests.gateway.conftest import make_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -29,11 +30,13 @@ from tests.cli.conftest import Run
         ("cluster_name: My Cluster", ["'cluster_name'", "My Cluster"]),
         ("[1, 2]", ["expected keys and values", "list"]),
         ("a: [", ["not YAML"]),
+        ("kv_events_config: {endpont: 1}", ["'kv_events_config.endpont'", "allowed here"]),
+        ("\udcff\udcfe", ["not text (UTF-8)", "YAML"]),
     ],
 )
 def test_config_file(run: Run, tmp_path: Path, text: str, wanted: list[str]) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     outcome = run("serve", "--config", str(path))
     assert outcome.code == 2
     assert all(word in outcome.error for word in wanted), outcome.error
@@ -203,6 +206,15 @@ def test_shape_mismatch(run: Run, tiny_model: Path) -> None:
     edit_config(tiny_model, intermediate_size=128)
     error = serve_model(run, tiny_model)
     assert "mlp.gate_proj.weight has shape [112, 64]; the config expects [128, 64]" in error
+
+
+def test_a_chat_template_that_is_none(run: Run, tiny_model: Path) -> None:
+    """Known before anything is started."""
+    make_tokenizer(tiny_model, "{{ messages }}")
+    outcome = run("serve", "--model", str(tiny_model), "--chat-template", "nope", "--port", "0")
+    assert outcome.code == 2
+    assert "nope" in outcome.error
+    assert not ray.is_initialized()
 
 
 def test_more_context_than_the_model_has(run: Run, tiny_model: Path) -> None:

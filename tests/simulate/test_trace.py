@@ -56,20 +56,23 @@ def test_azures_prompts_share_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"timestamp": 0}\n', "not of a known format"),
-        ("a.jsonl", "not json\n", "not of a known format"),
+        ("a.jsonl", '{"timestamp": 0}\n', "no 'input_length'; expected Mooncake's"),
+        ("a.jsonl", "not json\n", "expected Mooncake's"),
         (
             "a.jsonl",
             '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n',
             "1 blocks for 600 tokens",
         ),
-        ("a.csv", "a,b\n1,2\n", "not of a known format"),
+        ("a.csv", "a,b\n1,2\n", "no 'TIMESTAMP'; expected .* Azure's columns"),
     ],
 )
 def test_what_is_no_trace_is_an_error(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        read_trace(path)
+    path.write_bytes(b"\x7fELF\xff\xfe")
+    with pytest.raises(ConfigError, match="not text"):
         read_trace(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "missing.jsonl")
