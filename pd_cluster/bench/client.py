@@ -41,12 +41,21 @@ class Answer:
 
 
 def generate(url: str, prompt: list[int], new_tokens: int) -> Answer:
-    """Greedy, and exactly `new_tokens` long. Raises StartError where the server refuses."""
+    """Greedy, and exactly `new_tokens` long. Raises StartError where the server refuses.
+
+    What comes is read first and looked at later: the client shares its cores with the server.
+    """
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt, "stream": True, "sampling_params": sampling})
     answer = Answer(time.perf_counter(), len(prompt))
     with request(url, "POST", "/generate", body) as response:
-        for line in response:
+        read: list[tuple[float, bytes]] = []
+        while data := response.read1():
+            read.append((time.perf_counter(), data))
+    rest = b""
+    for at, data in read:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line.removeprefix(b"data: "))
@@ -54,8 +63,7 @@ def generate(url: str, prompt: list[int], new_tokens: int) -> Answer:
                 raise StartError(f"{url}/generate: {event['error'].get('message')}")
             answer.tokens = event["output_ids"]
             answer.cached = event["meta_info"]["cached_tokens"]
-            fresh = len(answer.tokens) - len(answer.times)
-            answer.times += [time.perf_counter()] * fresh
+            answer.times += [at] * (len(answer.tokens) - len(answer.times))
     return answer
 
 
