@@ -78,10 +78,7 @@ def run_server(config: Config, address: str | None) -> None:
             raise KeyboardInterrupt
         stop.set()
 
-    def give_up(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, give_up)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.status("starting") as status:
         server = Server.start(config, address, progress=status.update)
     try:

@@ -99,7 +99,7 @@ class CoordinatorState:
         # Released because their worker no longer named them; their ends are still to be told.
         self._untold: OrderedDict[AttemptId, Lease] = OrderedDict()
         self._tombstones = Tombstones()
-        self._early = EarlyRequests(config.timeouts.heartbeat_s, config.max_queued_requests)
+        self._early = EarlyRequests(config.timeouts.heartbeat_s, self.max_queued)
         self._draining: frozenset[str] = frozenset()
         self._expected: list[tuple[float, AttemptId]] = []
         self._running = Running()

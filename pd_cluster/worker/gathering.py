@@ -26,7 +26,6 @@ class Gathering:
         self._first: float | None = None  # when the first of those came that wait now, or last did
         self._last = 0.0
         self._count = 0
-        self._began: float | None = None
 
     def arrived(self, now: float, *, idle: bool) -> None:
         """A prompt has come; `idle` says that the worker had nothing to compute."""

@@ -158,6 +158,7 @@ class WorkerScheduler:
         if not decode and not local and self._gathers(now):
             return None, out
         prefill, copies, more = self.prefill.plan(budget, now, self.chunk_tokens)
+        self._begins = self._begins and bool(prefill)
         rows = local + prefill
         batch = Batch(decode, rows, local_copies + copies) if decode or rows else None
         return batch, out + more

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from pd_cluster.worker.instructions import Notify, WritePages
 from tests.worker.harness import FakeWorker, World, expected_answer
 from tests.worker.test_scheduler import finish, prompt_of
 
@@ -100,3 +101,17 @@ def test_who_began_before_one_that_lacks_pages_goes_on_and_nobody_follows(seed: 
     finish(world)
     for name, prompt in prompts.items():
         assert world.answer(attempts[name]) == expected_answer(prompt, 8)
+
+
+def test_first_tokens_are_told_before_pages_are_moved() -> None:
+    """Of a step that ends several prompts: nobody waits for the bytes of others."""
+    world = World.make(0, pages=400, chunk=256)
+    decode, prefill = world.worker("decode-0"), world.worker("prefill-0")
+    for index in range(3):
+        world.request(np.full(20, index + 1, np.int32), name=str(index))
+        world._do("mail", decode)
+        world._do("mail", prefill)
+    batch, _ = prefill.scheduler.plan(world.now)
+    assert batch is not None
+    out = prefill.scheduler.computed(batch, prefill.run(batch), world.now)
+    assert [type(each) for each in out] == [Notify] * 3 + [WritePages] * 3
