@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_transfer import agent
+from pd_transfer import agent, tcp_wire
 from pd_transfer.dial import proof
 from pd_transfer.loop import Loop
 from pd_transfer.messages import HEADER, Attach, encode
@@ -148,6 +150,37 @@ def test_the_thread_is_woken_by_portions_and_never_waits_for_more_than_is_due(
     assert (target == ord("7")).all()
     eventually(lambda: wanted() == 1)
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "limited"), [(0, True), (60, True), (70, False), (5000, False)]
+)
+def test_little_is_under_way_to_a_peer_nearby_and_enough_to_one_far_away(
+    monkeypatch: pytest.MonkeyPatch,
+    later: Callable[[Any], Any],
+    microseconds: int,
+    limited: bool,
+) -> None:
+    one, other = tcp_pair()
+    by_itself = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert tcp_wire._round_trip(one) < tcp_wire._NEARBY  # the kernel's word on this loopback
+    monkeypatch.setattr(tcp_wire, "_round_trip", lambda sock: microseconds / 1e6)
+    later(End(one))
+    later(End(other))
+    allowed = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    if limited:
+        most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+        assert allowed == 2 * min(384 * 1024, most)
+    else:
+        assert allowed == by_itself
+
+
+def test_a_kernel_that_does_not_say_how_far_a_peer_is_leaves_it_far() -> None:
+    class Old:
+        def getsockopt(self, *_: int) -> bytes:
+            return bytes(104)
+
+    assert tcp_wire._round_trip(Old()) == math.inf  # type: ignore[arg-type]
 
 
 def headers() -> st.SearchStrategy[bytes]:
