@@ -181,6 +181,10 @@ def test_a_kernel_that_does_not_say_how_far_a_peer_is_leaves_it_far() -> None:
             return bytes(104)
 
     assert tcp_wire._round_trip(Old()) == math.inf  # type: ignore[arg-type]
+    one, other = socket.socketpair()
+    assert tcp_wire._round_trip(one) == math.inf
+    one.close()
+    other.close()
 
 
 def headers() -> st.SearchStrategy[bytes]:

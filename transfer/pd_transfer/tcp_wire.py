@@ -135,7 +135,10 @@ def _runs(addresses: Vector, lengths: Vector, message: Message) -> npt.NDArray[n
 
 def _round_trip(sock: socket.socket) -> float:
     """Seconds; infinity where the kernel does not say."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+    except OSError:
+        return math.inf
     if len(info) < _MIN_RTT.size:
         return math.inf
     return float(_MIN_RTT.unpack(info)[0]) / 1e6
