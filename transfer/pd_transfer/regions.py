@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ from pd_transfer.errors import nixlNotAllowedError, nixlNotFoundError
 
 RegionIds = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.uint64]
+# On the wire nothing is larger than a uint64; nothing here is below 0.
+_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Place(NamedTuple):
@@ -32,11 +34,11 @@ HOST: Final = Place(nixl_mem_t.DRAM_SEG, 0)
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One registration. Its id is never used again, so a stale reference cannot hit a later one."""
 
-    id: int
+    id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     kind: int
-    address: int
-    length: int
-    device: int
+    address: _Number
+    length: _Number
+    device: _Number
 
     @property
     def place(self) -> Place:

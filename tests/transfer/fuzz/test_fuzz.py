@@ -11,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pd_transfer import metadata
+from pd_transfer.errors import nixlMismatchError
 from pd_transfer.messages import Post, ProtocolError, decode, encode
+from pd_transfer.metadata import VERSION, Metadata
+from pd_transfer.regions import Region
 from tests.transfer.fuzz.corpus import seeds
 from tests.transfer.fuzz.harness import Do, Scene, peer, play, step, victim
 
@@ -82,6 +86,17 @@ def test_no_transfer_has_a_number_that_a_wire_cannot_say(id: int) -> None:
     play(bytes([Scene.SERVING_TCP]) + step(Do.FRAME, encode(post)))
     with pytest.raises(ProtocolError):
         decode(encode(post))
+
+
+@pytest.mark.parametrize(
+    "region",
+    [(-1, 1, 0, 9, 0), (1, 1, -9, 9, 0), (1, 1, 0, -1, 0), (1, 1, 0, 9, -1), (1 << 63, 1, 0, 9, 0)],
+)
+def test_metadata_of_impossible_memory_is_damaged(region: tuple[int, ...]) -> None:
+    """Found by the fuzzer: two regions, one of them -1 bytes long, were a bare OverflowError."""
+    whole = Metadata(VERSION, "peer", b"g" * 16, "UCX", None, [Region(*region)])
+    with pytest.raises(nixlMismatchError, match="damaged metadata"):
+        metadata.decode(metadata.encode(whole))
 
 
 def test_damaged_conversations(spoken: list[bytes]) -> None:
