@@ -12,6 +12,7 @@ Both ends prove that they know the cluster's secret before anything else is read
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import socket
@@ -32,6 +33,11 @@ MAX_MESSAGE = 64 << 20
 STALLED_S = 5.0
 # Between two tries to reach somebody (seconds).
 AGAIN_S = 60.0
+# An acknowledgement wakes the sender for nothing, as a rule. So it waits until it speaks for so
+# many messages, or bytes, or for so long (seconds): a line's end hands back that much at most.
+ACKNOWLEDGE_MESSAGES = 64
+ACKNOWLEDGE_BYTES = 1 << 20
+ACKNOWLEDGE_S = 1.0
 # Strangers that may be proving themselves at the same time.
 MAX_STRANGERS = 64
 
@@ -87,6 +93,27 @@ class _Line:
                 pass  # it is closed already
 
 
+class _Caller:
+    """What came over one connection of somebody else's, and how much of it was acknowledged."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.owed_messages = 0
+        self.owed_bytes = 0
+        self.owed_since = 0.0
+
+    def took(self, nbytes: int) -> None:
+        if not self.owed_messages:
+            self.owed_since = time.monotonic()
+        self.count += 1
+        self.owed_messages += 1
+        self.owed_bytes += nbytes
+
+    @property
+    def much(self) -> bool:
+        return self.owed_messages >= ACKNOWLEDGE_MESSAGES or self.owed_bytes >= ACKNOWLEDGE_BYTES
+
+
 class Mail:
     """An actor's post office: what it is sent, and its lines to others.
 
@@ -110,7 +137,9 @@ class Mail:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._lines: dict[str, _Line] = {}
         self._dialled: dict[str, float] = {}
-        self._callers: dict[Connection, int] = {}
+        self._callers: dict[Connection, _Caller] = {}
+        # Of them, those that wait for an acknowledgement, in the order since when.
+        self._owed: dict[Connection, _Caller] = {}
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
         self._closed = False
@@ -221,30 +250,56 @@ class Mail:
                 if self._closed:
                     connection.close()
                     return
-                self._callers[connection] = 0
+                self._callers[connection] = _Caller()
                 self._selector.register(connection, selectors.EVENT_READ, connection)
         finally:
             self._strangers.release()
 
     def _take(self, connection: Connection) -> None:
         """The next message of a caller."""
+        caller = self._callers[connection]
         try:
             data = connection.recv_bytes(MAX_MESSAGE)
-            count = self._callers[connection] = self._callers[connection] + 1
             self._guarded(lambda: self._receive(data))
-            connection.send_bytes(_ACK.pack(count))
+            caller.took(len(data))
+            self._owed[connection] = caller
+            if caller.much:
+                self._acknowledge(connection)
         except (EOFError, OSError):
-            with self._lock:
-                self._selector.unregister(connection)
-                del self._callers[connection]
-            connection.close()
+            self._forget(connection)
+
+    def _acknowledge(self, connection: Connection) -> None:
+        """
+        Raises:
+            OSError: the line is over.
+        """
+        caller = self._owed.pop(connection)
+        caller.owed_messages = caller.owed_bytes = 0
+        connection.send_bytes(_ACK.pack(caller.count))
+
+    def _acknowledge_since(self, latest: float) -> None:
+        """Those owed since then or longer."""
+        for connection, caller in list(self._owed.items()):
+            if caller.owed_since > latest:
+                return
+            try:
+                self._acknowledge(connection)
+            except OSError:
+                self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self._owed.pop(connection, None)
+        with self._lock:
+            self._selector.unregister(connection)
+            del self._callers[connection]
+        connection.close()
 
     # --- the thread ---
 
     def _run(self) -> None:
         go_ahead()
         while not self._closed:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._patience()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._waker:
@@ -253,6 +308,9 @@ class Mail:
                     self._listen_to(*key.data)
                 else:
                     self._take(key.data)
+            if self._owed:
+                self._acknowledge_since(time.monotonic() - ACKNOWLEDGE_S)
+        self._acknowledge_since(math.inf)
         self._listener.close()
         for recipient, line in list(self._lines.items()):
             self._end(recipient, line)
@@ -260,6 +318,13 @@ class Mail:
             for connection in self._callers:
                 connection.close()
         self._selector.close()
+
+    def _patience(self) -> float | None:
+        """How long nothing need be done by itself (seconds)."""
+        if not self._owed:
+            return None
+        first = next(iter(self._owed.values())).owed_since
+        return max(0.0, first + ACKNOWLEDGE_S - time.monotonic())
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """The thread outlives what is done for others."""

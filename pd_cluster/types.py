@@ -204,6 +204,21 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- coordinator → decode worker ------------------------------------------------------------------
 
 
+class CacheNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What has changed in a worker's cache: `coordinator.wire.encode_update`. `number` counts."""
+
+    worker: WorkerId
+    number: int
+    update: bytes
+
+
+class CacheNewsTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers CacheNews. Where it does not follow what is known, all of the cache is asked for."""
+
+    number: int
+    follows: bool
+
+
 class MakeRoom(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Retract as many of `candidates` as it takes to have `tokens` available; none if all of them
     are not enough.
@@ -365,6 +380,8 @@ Message = (
     | AttemptEnded
     | WorkerReport
     | ReportReply
+    | CacheNews
+    | CacheNewsTaken
     | MakeRoom
     | StartAttempt
     | CancelAttempt

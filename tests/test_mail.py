@@ -137,6 +137,31 @@ def test_acknowledged_messages_are_not_handed_back(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "acknowledged"),
+    [([0] * 62, False), ([0] * 63, True), ([1 << 19], False), ([1 << 19] * 2, True)],
+)
+def test_acknowledgements_speak_for_many_messages_or_bytes(
+    offices: Callable[..., tuple[Mail, Received]],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    acknowledged: bool,
+) -> None:
+    monkeypatch.setattr("pd_cluster.mail.ACKNOWLEDGE_S", 1000.0)
+    (sender, _), (recipient, received) = offices("sender"), offices("recipient")
+    open_line(sender, recipient, received)  # which is one message
+    line = sender._lines["recipient"]
+    for size in sizes:
+        assert sender.send("recipient", bytes(size), never)
+    for size in sizes:
+        assert len(received.get(timeout=WAIT_S)) == size
+    if acknowledged:
+        ask_until(lambda: not line.unsure)
+    assert len(line.unsure) == (0 if acknowledged else 1 + len(sizes))
+    recipient.close()  # which says what it has got
+    ask_until(lambda: "recipient" not in sender._lines)  # `never` was not called
+
+
+@pytest.mark.parametrize(
     ("secret", "wants"), [(b"a guess", "recipient"), (SECRET, "its former life")]
 )
 def test_strangers_and_the_misled_are_turned_away(

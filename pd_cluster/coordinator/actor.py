@@ -29,6 +29,8 @@ from pd_cluster.startup import freeze_heap
 from pd_cluster.types import (
     AttemptEnded,
     AttemptId,
+    CacheNews,
+    CacheNewsTaken,
     Placement,
     PlaceRequest,
     Rejection,
@@ -102,17 +104,22 @@ class CoordinatorActor:
         await asyncio.Event().wait()
 
     def _arrived(self, data: bytes) -> None:
-        """What `place` and `ended` are told, by mail."""
-        message = decode(data, (PlaceRequest, AttemptEnded))
-        if isinstance(message, AttemptEnded):
-            self._ended(message)
-            return
-        gateway = message.gateway
+        """By mail: what `place`, `ended` and `kv_events` are told too."""
+        message = decode(data, (PlaceRequest, AttemptEnded, CacheNews))
+        match message:
+            case AttemptEnded():
+                self._ended(message)
+            case CacheNews():
+                taken = CacheNewsTaken(
+                    number=message.number, follows=self._kv_events(message.update)
+                )
+                self.peers.post(message.worker, taken, lambda: None)
+            case PlaceRequest(gateway=gateway):
 
-        def tell(answer: Future[Placement | Rejection]) -> None:
-            self.peers.deliver(gateway, answer.result(), lambda: None)
+                def tell(answer: Future[Placement | Rejection]) -> None:
+                    self.peers.deliver(gateway, answer.result(), lambda: None)
 
-        self._place(message).add_done_callback(tell)
+                self._place(message).add_done_callback(tell)
 
     def _ended(self, event: AttemptEnded) -> None:
         with self._lock:
@@ -211,6 +218,9 @@ class CoordinatorActor:
     @ray.method(concurrency_group="reports")
     async def kv_events(self, data: bytes) -> bool:
         """`encode_update` → whether it follows what is known; if not, send a snapshot."""
+        return self._kv_events(data)
+
+    def _kv_events(self, data: bytes) -> bool:
         update, measured = decode_update(data)
         with self._lock:
             self.state.measured(update.worker, measured)

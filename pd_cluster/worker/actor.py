@@ -20,6 +20,7 @@ from typing import TypeVar, get_args
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from pd_cluster.config import Config
 from pd_cluster.draw import Drawn
@@ -32,6 +33,8 @@ from pd_cluster.peers import COORDINATOR, ClusterSpec, Peers
 from pd_cluster.startup import freeze_heap, go_ahead
 from pd_cluster.types import (
     AbortPrefill,
+    CacheNews,
+    CacheNewsTaken,
     CancelAttempt,
     FirstToken,
     MakeRoom,
@@ -95,6 +98,7 @@ POSTED = (
     FirstToken,
     PrefillFailed,
     PrefillAborted,
+    CacheNewsTaken,
 )
 
 # Messages, questions and watches have event loops of their own: none can hold up another.
@@ -243,6 +247,9 @@ class WorkerActor:
         except WireError as error:
             logger.warning("ignored a message: %s", error)
             return
+        if isinstance(message, CacheNewsTaken):
+            self._mailbox.put(partial(self._news_taken, message.number, message.follows))
+            return
         self._mailbox.put(message)
         if isinstance(message, MakeRoom):
             self._report_now.set()  # somebody waits to hear that there is room
@@ -389,25 +396,30 @@ class WorkerActor:
         self.peers.deliver(gateway, batch, lambda: self._mailbox.put(GatewayLost(gateway)))
 
     def _tell_coordinator(self, data: bytes) -> None:
-        number = self.kv_feed.updates
+        news = CacheNews(worker=self.id, number=self.kv_feed.updates, update=data)
+        self.peers.tell_coordinator(news, partial(self._tell_by_call, news))
 
+    def _tell_by_call(self, news: CacheNews) -> None:
         def done(future: Future[bool]) -> None:
             try:
                 follows = future.result()
             except Exception:  # it restarts; the next update will find a gap
                 self.peers.forget(COORDINATOR)
                 return
-            if follows:
-                self._mailbox.put(lambda: self.kv_feed.confirmed(number))
-            else:
-                self._mailbox.put(self.kv_feed.resend)
+            self._mailbox.put(partial(self._news_taken, news.number, follows))
 
         try:
-            ref = self.peers.handle(COORDINATOR).kv_events.remote(data)
-        except ValueError:
+            ref = self.peers.handle(COORDINATOR).kv_events.remote(news.update)
+        except (ValueError, RayError):
             self.peers.forget(COORDINATOR)
             return
         ref.future().add_done_callback(done)
+
+    def _news_taken(self, number: int, follows: bool) -> None:
+        if follows:
+            self.kv_feed.confirmed(number)
+        else:
+            self.kv_feed.resend()
 
     # --- reports ---
 
