@@ -43,7 +43,7 @@ class Times:
         self.later += [b - a for a, b in pairwise(at)]
 
 
-def run(*, repeats: int = 7) -> dict[str, float]:
+def run(*, repeats: int = 15) -> dict[str, float]:
     """Medians at 1 and at 8 streams: `overhead.first_token_ms` and `overhead.token_ms` (at 1) are
     what the cluster takes beyond the engine; `.streams8` the same at 8; each side's own beside.
     """

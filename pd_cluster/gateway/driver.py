@@ -299,7 +299,8 @@ class RunningRequest:
 
     async def _place(self, request: PlaceRequest, delay_s: float) -> None:
         try:
-            await asyncio.sleep(delay_s)
+            if delay_s:  # else those that came together would all be read before one is placed
+                await asyncio.sleep(delay_s)
             answer = await self._ask(request)
         except Exception as error:
             logger.exception("request %s: no placement", request.attempt)

@@ -123,6 +123,8 @@ class WorkerActor:
             queue.SimpleQueue()
         )
         self._held: deque[Event | AgentEvent | Callable[[], None]] = deque()  # until a step is over
+        # By gateway: what goes out together, once all that has come has been handled.
+        self._outputs: dict[str, list[Output]] = defaultdict(list)
         self.engine = Engine.load(model_folder(spec.model_folder, config.model), config)
         self._compute = ThreadPoolExecutor(1, "engine")
         self._compute.submit(self.engine.warm_up).result()
@@ -300,6 +302,7 @@ class WorkerActor:
                 next_tick = now + TICK_S
             batch, instructions = self.scheduler.plan(now)
             self._obey(instructions)
+            self._deliver_outputs()
             busy = batch is not None
             if batch is not None:
                 started = time.monotonic()
@@ -307,6 +310,7 @@ class WorkerActor:
                 now = time.monotonic()
                 self.kv_feed.measure(batch, now - started)
                 self._obey(self.scheduler.computed(batch, drawn, now))
+                self._deliver_outputs()
             events = self.scheduler.cache.take_events()
             self.kv_feed.take(events, now)
             self.kv_feed.written(self.transport.take_written())
@@ -321,8 +325,9 @@ class WorkerActor:
         step = self._compute.submit(self.engine.run, batch)
         step.add_done_callback(lambda _: self._mailbox.put(_wake_up))
         while not step.done():
-            self._held.append(self._mailbox.get())
+            self._receive(wait_s=IDLE_S)
             self._take_what_adds()
+            self._deliver_outputs()
         return step.result()
 
     def _take_what_adds(self) -> None:
@@ -357,7 +362,6 @@ class WorkerActor:
         for op in self.scheduler.take_tier_ops():
             assert self.tier_io is not None
             self.tier_io.submit(op)
-        outputs: dict[str, list[Output]] = defaultdict(list)
         for instruction in instructions:
             match instruction:
                 case Connect():
@@ -378,9 +382,12 @@ class WorkerActor:
                 case Deliver():
                     if instruction.output.outcome == "retracted":
                         self._report_now.set()
-                    outputs[instruction.gateway].append(instruction.output)
-        for gateway, batch in outputs.items():
-            self._deliver(gateway, OutputBatch(worker=self.id, outputs=tuple(batch)))
+                    self._outputs[instruction.gateway].append(instruction.output)
+
+    def _deliver_outputs(self) -> None:
+        for gateway, outputs in self._outputs.items():
+            self._deliver(gateway, OutputBatch(worker=self.id, outputs=tuple(outputs)))
+        self._outputs.clear()
 
     def _post(self, worker: WorkerId, message: Message) -> None:
         def lost() -> None:
