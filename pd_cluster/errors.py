@@ -84,6 +84,10 @@ class BadRequest(RequestError):
     kind = "invalid_request_error"
 
 
+class BodyTooSlow(BadRequest):
+    status = 408
+
+
 class PayloadTooLarge(BadRequest):
     status = 413
 

@@ -97,7 +97,7 @@ def customary_routes(services: Services) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        body = TokenizeBody.parse(await read_json(http, config.max_body_bytes))
+        body = TokenizeBody.parse(await read_json(http, config))
         services.check_model(body.model)
         ids = await _ids(body)
         answer: dict[str, Any] = {
@@ -112,7 +112,7 @@ def customary_routes(services: Services) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        body = DetokenizeBody.parse(await read_json(http, config.max_body_bytes))
+        body = DetokenizeBody.parse(await read_json(http, config))
         services.check_model(body.model)
         services.prepare.check_ids(body.tokens, "tokens")
         skip = bool(body.skip_special_tokens)

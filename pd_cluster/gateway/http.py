@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive
 
-from pd_cluster.errors import BadRequest, PayloadTooLarge, RequestError
+from pd_cluster.config import Config
+from pd_cluster.errors import BadRequest, BodyTooSlow, PayloadTooLarge, RequestError
 from pd_cluster.gateway.record import RequestRecord
 from pd_cluster.gateway.tasks import stop_tasks
 
@@ -31,18 +32,28 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The body as JSON, whatever its Content-Type says; nested no deeper than 200."""
+async def read_json(request: Request, config: Config) -> Any:
+    """The body as JSON, whatever its Content-Type says; nested no deeper than 200. Waits for it no
+    longer than a request may take.
+    """
+    most, limit = config.max_body_bytes, config.timeouts.request_s
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+    if length.isdigit() and int(length) > most:
+        raise _too_large(most)
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(limit):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise _too_large(most)
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow(
+            f"{size} bytes of the body came within timeouts.request_s ({limit:g} s), not all of it",
+            code="body_too_slow",
+        ) from error
     try:
         return pydantic_core.from_json(b"".join(chunks), allow_inf_nan=False)
     except ValueError as error:

@@ -36,7 +36,7 @@ def native_routes(services: Services) -> APIRouter:
 
     @router.api_route("/generate", methods=["POST", "PUT"])
     async def generate(http: Request) -> Response:
-        body = NativeBody.parse(await read_json(http, config.max_body_bytes))
+        body = NativeBody.parse(await read_json(http, config))
         sampling, record = body.sampling_params, record_of(http)
         param = "input_ids" if body.text is None else "text"
         wishes = Wishes(

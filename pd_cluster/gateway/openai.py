@@ -53,7 +53,7 @@ def openai_routes(services: Services) -> APIRouter:
 
     @router.post("/completions")
     async def completions(http: Request) -> Response:
-        body = CompletionBody.parse(await read_json(http, config.max_body_bytes))
+        body = CompletionBody.parse(await read_json(http, config))
         services.check_model(body.model)
         special = body.add_special_tokens is not False
         prompts = [
@@ -83,7 +83,7 @@ def openai_routes(services: Services) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat(http: Request) -> Response:
-        body = ChatBody.parse(await read_json(http, config.max_body_bytes))
+        body = ChatBody.parse(await read_json(http, config))
         services.check_model(body.model)
         check_number(body.messages, config.max_messages)
         new_name = body.max_completion_tokens is not None

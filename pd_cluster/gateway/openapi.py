@@ -39,6 +39,7 @@ _ERRORS = {
     "400": "A field is wrong; the error names it",
     "401": "A key is missing or wrong",
     "404": "No such model",
+    "408": "The body did not arrive in time",
     "413": "The body is too large",
     "429": "Too many requests wait; Retry-After says for how long",
     "503": "Not ready, or shutting down; Retry-After says for how long",

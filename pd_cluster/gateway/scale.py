@@ -20,7 +20,7 @@ def scale_routes(services: Services) -> APIRouter:
 
     @router.post("/admin/scale")
     async def scale(request: Request) -> Response:
-        wish = parse_counts(await read_json(request, services.config.max_body_bytes))
+        wish = parse_counts(await read_json(request, services.config))
         return await _wish(services, wish)
 
     @router.get("/admin/scale")

@@ -12,7 +12,7 @@ from pd_cluster.config import validate_config
 from pd_cluster.gateway.gate import Gate
 from pd_cluster.gateway.sse import KEEP_ALIVE
 from pd_cluster.types import AttemptId, Output
-from tests.gateway.conftest import Call
+from tests.gateway.conftest import Call, serve
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -298,6 +298,22 @@ async def test_how_large_a_body(cluster, tight, make_app, make_client):
         response = await client.post(COMPLETIONS, json={"prompt": "a" * 1024})
     assert response.status_code == 413
     assert "1024" in response.json()["error"]["message"]
+
+
+async def test_how_slow_a_body(cluster, tight, make_app):
+    tight(timeouts={"request_s": 0.2})
+    async with serve(make_app(cluster)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        writer.write(head.encode() + b'{"prompt":')
+        answer = await reader.read()  # to its end: the rest of the body is not waited for
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
+    assert error["code"] == "body_too_slow"
+    assert "10 bytes" in error["message"]
+    assert "timeouts.request_s (0.2 s)" in error["message"]
 
 
 async def test_how_deep_a_body(client):
