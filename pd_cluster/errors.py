@@ -8,6 +8,7 @@ PdClusterError
 ├── InvalidTransition         an illegal move of a state machine (our bug); carries the story
 └── RequestError              one request cannot be served; carries an HTTP status
     ├── BadRequest            400, names the parameter
+    │   ├── BodyTooSlow       408
     │   └── PayloadTooLarge   413
     ├── Unauthorized          401, a key is missing or wrong
     ├── Forbidden             403, not from there

@@ -11,6 +11,7 @@ Both ends prove that they know the cluster's secret before anything else is read
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -266,6 +267,10 @@ class Mail:
             if caller.much:
                 self._acknowledge(connection)
         except (EOFError, OSError):
+            # It may be only their direction that is over: what came need not come again.
+            if connection in self._owed:
+                with contextlib.suppress(OSError):
+                    self._acknowledge(connection)
             self._forget(connection)
 
     def _acknowledge(self, connection: Connection) -> None:

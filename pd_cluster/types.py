@@ -367,7 +367,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One message per step and gateway."""
+    """What has come of a step, or of some events, for one gateway."""
 
     worker: WorkerId
     outputs: tuple[Output, ...]

@@ -131,9 +131,15 @@ def test_acknowledged_messages_are_not_handed_back(
     (sender, _), (recipient, received) = offices("sender"), offices("recipient")
     open_line(sender, recipient, received)
     line = sender._lines["recipient"]
+    handed_back: queue.SimpleQueue[int] = queue.SimpleQueue()
+    assert sender.send("recipient", b"", partial(handed_back.put, 1))
     ask_until(lambda: not line.unsure)
+    # Its life ends at once, and says nothing more.
+    recipient._acknowledge_since = lambda latest: None  # type: ignore[method-assign]
     recipient.close()
-    ask_until(lambda: "recipient" not in sender._lines)  # `never` was not called
+    ask_until(lambda: "recipient" not in sender._lines)
+    sender.close()
+    assert handed_back.empty()
 
 
 @pytest.mark.parametrize(
@@ -150,15 +156,18 @@ def test_acknowledgements_speak_for_many_messages_or_bytes(
     (sender, _), (recipient, received) = offices("sender"), offices("recipient")
     open_line(sender, recipient, received)  # which is one message
     line = sender._lines["recipient"]
+    handed_back: queue.SimpleQueue[int] = queue.SimpleQueue()
     for size in sizes:
-        assert sender.send("recipient", bytes(size), never)
+        assert sender.send("recipient", bytes(size), partial(handed_back.put, size))
     for size in sizes:
         assert len(received.get(timeout=WAIT_S)) == size
     if acknowledged:
         ask_until(lambda: not line.unsure)
     assert len(line.unsure) == (0 if acknowledged else 1 + len(sizes))
     recipient.close()  # which says what it has got
-    ask_until(lambda: "recipient" not in sender._lines)  # `never` was not called
+    ask_until(lambda: "recipient" not in sender._lines)
+    sender.close()
+    assert handed_back.empty()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,10 @@ def generate_at_once(url: str, prompts: Sequence[list[int]], new_tokens: int) ->
     is what a bench wants to know. What came is looked at when all of it is there.
     """
     with ThreadPoolExecutor(1, initializer=go_ahead) as pool:
-        start, read = pool.submit(_read_all, url, prompts, new_tokens).result()
+        try:
+            start, read = pool.submit(_read_all, url, prompts, new_tokens).result()
+        except OSError as error:
+            raise StartError(f"{url} does not answer: {error}") from error
     answers = [Answer(start, len(prompt)) for prompt in prompts]
     for answer, parts_read in zip(answers, read, strict=True):
         status = parts_read[0][1].split(b"\r\n", 1)[0] if parts_read else b"no answer"
@@ -71,6 +74,8 @@ def generate_at_once(url: str, prompts: Sequence[list[int]], new_tokens: int) ->
             raise StartError(f"{url}/generate: {status.decode()}")
         # The lines of the chunked coding lie between events, and are none.
         _look_at(answer, url, parts_read)
+        if len(answer.tokens) != new_tokens:
+            raise StartError(f"{url}/generate: {len(answer.tokens)} of {new_tokens} tokens came")
     return answers
 
 
@@ -93,7 +98,9 @@ def _read_all(
             connection.sendall(head.encode() + body)
             selector.register(connection, selectors.EVENT_READ, parts_read)
         while selector.get_map():
-            for key, _ in selector.select(_TIMEOUT_S):
+            if not (ready := selector.select(_TIMEOUT_S)):
+                raise TimeoutError(f"nothing came for {_TIMEOUT_S:g} s")
+            for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
                 data = key.fileobj.recv(1 << 20)
                 if data:

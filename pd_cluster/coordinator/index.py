@@ -133,6 +133,8 @@ class PrefixIndex:
         if holdings is None:
             return True
         if update.snapshot:
+            if update.first < holdings.next and not holdings.stale:
+                return True  # an old one, that comes again
             self._clear(holdings)
             holdings.stale = False
             holdings.next = update.first

@@ -97,6 +97,8 @@ def error_response(error: RequestError, request_id: str) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
+    if error.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+        headers["connection"] = "close"  # else the rest of the body would be waited for
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return json_response(error_body(error, request_id), error.status, headers)

@@ -352,6 +352,7 @@ class WorkerActor:
 
     def _take(self, item: Event | AgentEvent | Callable[[], None]) -> None:
         if callable(item):
+            self._deliver_outputs()  # who asks may act on what is gone
             item()
             return
         events = self.transport.translate(item) if isinstance(item, AgentEvent) else [item]
@@ -426,7 +427,7 @@ class WorkerActor:
         if follows:
             self.kv_feed.confirmed(number)
         else:
-            self.kv_feed.resend()
+            self.kv_feed.refused(number)
 
     # --- reports ---
 

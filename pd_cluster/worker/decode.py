@@ -94,6 +94,7 @@ class DecodeSequences:
         self.drain_s = drain_s
         self.sequences: OrderedDict[AttemptId, Sequence] = OrderedDict()
         self._tombstones = Tombstones()
+        self._ended = Tombstones()
         # Counters for metrics and for the accounts of the tests.
         self.reserved_pages = 0
         self.resident_pages = 0
@@ -110,13 +111,15 @@ class DecodeSequences:
     # --- events ---
 
     def start(self, request: StartAttempt, now: float) -> list[Instruction]:
-        if request.attempt in self.sequences:
-            return []
+        if request.attempt in self.sequences or request.attempt in self._ended:
+            return []  # it comes twice
         seq = Sequence(request, self.cache, now)
         if self._tombstones.take(request.attempt):
+            self._ended.add(request.attempt, now)
             seq.move("done", now, "its cancel overtook it")
             return [self._end_output(seq, "aborted", "cancelled")]
         if len(self.sequences) >= self.max_running:
+            self._ended.add(request.attempt, now)
             seq.move("done", now, "refused: full")
             return [self._end_output(seq, "refused", f"{self.worker} runs {self.max_running}")]
         self.sequences[request.attempt] = seq
@@ -192,6 +195,7 @@ class DecodeSequences:
 
     def tick(self, now: float) -> list[Instruction]:
         self._tombstones.expire(now)
+        self._ended.expire(now)
         out: list[Instruction] = []
         for seq in [seq for seq in self.sequences.values() if now >= seq.deadline]:
             if seq.state == "draining":
@@ -431,6 +435,7 @@ class DecodeSequences:
                 return []  # pages that are being copied come back
             self._settle(seq)
             del self.sequences[seq.attempt]
+            self._ended.add(seq.attempt, now)
             seq.move("done", now, "refused: no pages")
             return [self._end_output(seq, "refused", str(error))]
         seq.resident = cached
@@ -560,6 +565,7 @@ class DecodeSequences:
             self._publish(seq, now)
             seq.table.close()
         del self.sequences[seq.attempt]
+        self._ended.add(seq.attempt, now)
         seq.move("done", now, why)
         self.stages.take(seq.story, finished=seq.finished)
         told = [] if seq.ended else [self._end_output(seq, "aborted", why)]

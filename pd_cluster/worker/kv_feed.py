@@ -44,6 +44,7 @@ class KvFeed:
         self._next = 0
         self._sent_at = float("-inf")
         self.updates = 0  # sent so far
+        self._snapshot = 0  # the number of the last one that told everything
         # (number of the update that tells of it, time) of changes that nobody has confirmed.
         self._unconfirmed: deque[tuple[int, float]] = deque()
 
@@ -100,9 +101,14 @@ class KvFeed:
         self.updates += 1
         self._send(data)
 
-    def resend(self) -> None:
-        """The coordinator lacks something: tells it all that is held now."""
+    def refused(self, number: int) -> None:
+        """The coordinator lacks what came before that update: tells it all that is held now, unless
+        that has been sent since.
+        """
+        if number < self._snapshot:
+            return
         self._events = []
         snapshot = tuple(self._cache.snapshot())
         self.updates += 1
+        self._snapshot = self.updates
         self._send(encode_update(KvUpdate(self._worker, self._next, snapshot, snapshot=True)))

@@ -128,6 +128,7 @@ class PrefillJobs:
         self.eos = frozenset(eos_token_ids)
         self.jobs: OrderedDict[AttemptId, Job] = OrderedDict()
         self._tombstones = Tombstones()
+        self._ended = Tombstones()
         self._next_transfer = 0
         self._transfers: dict[int, Job] = {}
         # Counters for metrics and for the accounts of the tests.
@@ -140,8 +141,8 @@ class PrefillJobs:
     # --- events ---
 
     def start(self, request: StartPrefill, now: float) -> list[Instruction]:
-        if request.attempt in self.jobs:
-            return []
+        if request.attempt in self.jobs or request.attempt in self._ended:
+            return []  # it comes twice
         if self._tombstones.take(request.attempt):
             return []  # its abort overtook it and has been answered
         out: list[Instruction] = [Connect(request.decode, request.agent, request.region)]
@@ -201,6 +202,7 @@ class PrefillJobs:
             failed = PrefillFailed(attempt=job.attempt, reason=f"deadline passed while {job.state}")
             out += self._stop(job, failed, now, "deadline")
         self._tombstones.expire(now)
+        self._ended.expire(now)
         return out
 
     # --- steps ---
@@ -475,5 +477,6 @@ class PrefillJobs:
         self._settle(job)
         job.table.close()
         del self.jobs[job.attempt]
+        self._ended.add(job.attempt, now)
         job.move("done", now)
         return [] if job.ending is None else [Notify(job.peer, job.ending)]

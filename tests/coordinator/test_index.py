@@ -151,6 +151,19 @@ def test_events_seen_twice_and_events_of_a_former_life_count_once_and_never() ->
     assert match(index, values, 1) == [0]
 
 
+def test_a_snapshot_that_comes_again_takes_nothing_back() -> None:
+    index = make_index(A)
+    values = np.arange(8, dtype=np.int32)
+    snapshot = KvUpdate(A, 5, (stored(values[:4], list(range(4))),), snapshot=True)
+    assert index.apply(snapshot)
+    held = match(index, values)
+    later = stored(np.arange(50, 54, dtype=np.int32), list(range(10, 14)))
+    assert index.apply(KvUpdate(A, 5, (later,)))
+    assert index.apply(snapshot)
+    assert match(index, values) == held
+    assert match(index, np.arange(50, 54, dtype=np.int32))[0] == 4
+
+
 def test_an_event_after_an_unknown_page_asks_for_a_snapshot() -> None:
     index = make_index(A)
     assert not index.apply(KvUpdate(A, 0, (stored(tokens(1, 2, 3, 4), [1, 2, 3, 4], parent=0),)))

@@ -47,9 +47,25 @@ def test_a_snapshot_confirms_all_that_was_lost_and_an_outage_takes_no_memory():
         feed.flush(float(second))
     assert feed.lag_s(5000.0) == 5000.0
     assert len(feed._unconfirmed) == MAX_UNCONFIRMED
-    feed.resend()
+    feed.refused(feed.updates)
     feed.confirmed(feed.updates)
     assert feed.lag_s(5000.0) == 0.0
+
+
+def test_updates_that_were_refused_together_give_one_snapshot():
+    feed, sent = make_feed()
+    for second in range(3):
+        feed.take(CHANGE, float(second))
+        feed.flush(float(second))
+    for number in (1, 2, 3):
+        feed.refused(number)
+    snapshots = [decode_update(data)[0].snapshot for data in sent]
+    assert snapshots == [False, False, False, True]
+    feed.take(CHANGE, 9.0)
+    feed.flush(9.0)
+    feed.refused(feed.updates)  # what came after it is missing something again
+    assert decode_update(sent[-1])[0].snapshot
+    assert len(sent) == 6
 
 
 def test_reads_from_lower_tiers_and_writes_to_peers_are_told():

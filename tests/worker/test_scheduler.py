@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pd_cluster.types import AttemptId, CancelAttempt, FirstToken, Route, Sources
+from pd_cluster.types import AttemptId, CancelAttempt, FirstToken, Route, Sources, StartPrefill
 from pd_cluster.worker.instructions import GatewayLost
 from tests.worker.harness import VOCAB, World, expected_answer, random_prompt
 
@@ -190,6 +190,50 @@ def test_a_cancel_that_overtakes_its_start_ends_it_before_it_begins() -> None:
     (output,) = world.outputs[attempt]
     assert (output.outcome, output.number) == ("aborted", 0)
     assert world.answer(other) == expected_answer(prompt_of(10), 8)
+
+
+def test_what_comes_again_after_its_end_begins_nothing() -> None:
+    """A line that breaks hands back what was taken shortly before, and it is sent once more: by
+    then the pages that it names may be another's.
+    """
+    world = World.make(15)
+    decode, prefill = world.worker("decode-0"), world.worker("prefill-0")
+    attempt = world.request(prompt_of(10), name="a")
+    (start,) = decode.mailbox
+    while not prefill.mailbox:
+        world._do("mail", decode)
+    (ask,) = prefill.mailbox
+    assert isinstance(ask, StartPrefill)
+    finish(world)
+    before = world.answer(attempt), prefill.scheduler.prefill.written_pages
+    assert before[0] == expected_answer(prompt_of(10), 8)
+    for worker, message in ((prefill, ask), (decode, start), (prefill, ask)):
+        worker.mailbox.append(message)
+        world._do("mail", worker)
+        assert worker.scheduler.idle
+        assert not worker.mailbox
+    finish(world)
+    assert (world.answer(attempt), prefill.scheduler.prefill.written_pages) == before
+
+
+@pytest.mark.parametrize("how", ["cancelled", "full"])
+def test_what_comes_again_after_it_was_turned_away_begins_nothing(how: str) -> None:
+    world = World.make(16)
+    decode = world.worker("decode-0")
+    room = decode.scheduler.decode.max_running
+    if how == "cancelled":
+        decode.mailbox.append(CancelAttempt(attempt=AttemptId("a", 0)))
+        world._do("mail", decode)
+    else:
+        decode.scheduler.decode.max_running = 0
+    attempt = world.request(prompt_of(10), name="a")
+    (start,) = decode.mailbox
+    world._do("mail", decode)
+    decode.scheduler.decode.max_running = room
+    decode.mailbox.append(start)
+    finish(world)
+    (output,) = world.outputs[attempt]
+    assert output.outcome == ("aborted" if how == "cancelled" else "refused")
 
 
 @pytest.mark.parametrize(("step_tokens", "sizes"), [(None, [10]), (25, [10, 10, 5]), (4, [4])])
