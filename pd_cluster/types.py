@@ -201,9 +201,6 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     retraction_policy: RetractionPolicy = "length"
 
 
-# --- coordinator → decode worker ------------------------------------------------------------------
-
-
 class CacheNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What has changed in a worker's cache: `coordinator.wire.encode_update`. `number` counts."""
 
@@ -217,6 +214,9 @@ class CacheNewsTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     follows: bool
+
+
+# --- coordinator → decode worker ------------------------------------------------------------------
 
 
 class MakeRoom(msgspec.Struct, frozen=True, kw_only=True, tag=True):

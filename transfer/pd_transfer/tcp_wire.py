@@ -137,11 +137,10 @@ def _round_trip(sock: socket.socket) -> float:
     """Seconds; infinity where the kernel does not say."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
-    except OSError:
+        (shortest,) = _MIN_RTT.unpack(info)
+    except (OSError, struct.error):  # no TCP, or a kernel that tells less
         return math.inf
-    if len(info) < _MIN_RTT.size:
-        return math.inf
-    return float(_MIN_RTT.unpack(info)[0]) / 1e6
+    return float(shortest) / 1e6
 
 
 class TcpWire(Wire):
